@@ -1,0 +1,173 @@
+"""The Switchable Whitening layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .functional import STATISTICS, WHITENING_METHODS, switch_whiten
+
+
+class SwitchWhiten2d(nn.Module):
+    """Switchable Whitening over (N, C, H, W) features (Pan et al., ICCV 2019, Eqs. 5 and 6).
+
+    Each sample is whitened, in consecutive groups of `num_pergroup` channels, with a mixture of
+    mean and covariance statistics. The mixing ratios are the softmax of importance weights that
+    are learned with the network. The statistics:
+
+    ====  =====================================  ========================================
+    name  mean and (biased) covariance over      used in evaluation
+    ====  =====================================  ========================================
+    bw    all pixels of the batch                the running values
+    iw    the pixels of each sample              the same as in training
+    bn    as bw, only the covariance's diagonal  the running values
+    in    as iw, only the covariance's diagonal  the same as in training
+    ln    all pixels and channels of a sample    the same as in training
+    ====  =====================================  ========================================
+
+    {"bn"}, {"in"} and {"ln"} alone are BatchNorm2d, InstanceNorm2d and GroupNorm(1, C).
+
+    Args:
+        num_features: C, the channels of the input.
+        num_pergroup: G, the channels that are whitened together; divides C.
+        statistics: a non-empty subset of ("bw", "iw", "bn", "in", "ln"), in any order.
+        whitening: how the inverse square root of the covariance is taken: "newton" (iterative,
+            fast) or "eigh" (eigendecomposition, exact). Of no effect if the set has neither "bw"
+            nor "iw".
+        num_iterations: T of Newton's iteration.
+        tie_weight: use the mean's importance weights for the covariance too.
+        eps: ε > 0, added to the diagonal of the mixed covariance.
+        momentum: the share of the current batch in the running statistics.
+        affine: learn a scale γ and a shift β per channel.
+        sync: take "bw" and "bn" over the batch of all ranks of `process_group`.
+        process_group: the ranks to synchronize over; None for all of them.
+
+    Parameters and buffers: `weight` and `bias` (C,), `sw_mean_weight` and `sw_var_weight` (K,)
+    for K statistics (`sw_var_weight` is None if tied), `running_mean` (g, G, 1) and `running_cov`
+    (g, G, G) with g = C / G. Names and shapes are those of the paper authors' checkpoints.
+
+    Raises:
+        ValueError: an argument is out of its range, or the input is not (N, C, H, W).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_pergroup: int = 16,
+        statistics: Sequence[str] = ("bw", "iw"),
+        whitening: str = "newton",
+        num_iterations: int = 5,
+        tie_weight: bool = False,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        sync: bool = True,
+        process_group: torch.distributed.ProcessGroup | None = None,
+    ):
+        super().__init__()
+        if num_pergroup < 1 or num_features < 1 or num_features % num_pergroup:
+            raise ValueError(
+                f"num_features ({num_features}) must be a positive multiple of num_pergroup "
+                f"({num_pergroup})"
+            )
+        if isinstance(statistics, str):
+            raise ValueError(f'statistics must be a sequence such as ("{statistics}",)')
+        unknown = [name for name in statistics if name not in STATISTICS]
+        if unknown or not statistics or len(set(statistics)) < len(statistics):
+            raise ValueError(
+                f"statistics must be distinct names out of {STATISTICS}, at least one; "
+                f"got {tuple(statistics)}"
+            )
+        if whitening not in WHITENING_METHODS:
+            raise ValueError(f"whitening must be one of {WHITENING_METHODS}, got {whitening!r}")
+        if num_iterations < 1:
+            raise ValueError(f"num_iterations must be at least 1, got {num_iterations}")
+        if not eps > 0:
+            raise ValueError(f"eps must be positive, got {eps}")
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum must lie in [0, 1], got {momentum}")
+
+        self.num_features = num_features
+        self.num_pergroup = num_pergroup
+        self.statistics = tuple(name for name in STATISTICS if name in statistics)
+        self.whitening = whitening
+        self.num_iterations = num_iterations
+        self.tie_weight = tie_weight
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.sync = sync
+        self.process_group = process_group
+        self.frozen = False
+
+        num_groups = num_features // num_pergroup
+        num_statistics = len(self.statistics)
+        self.weight = nn.Parameter(torch.empty(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.empty(num_features)) if affine else None
+        self.sw_mean_weight = nn.Parameter(torch.empty(num_statistics))
+        self.sw_var_weight = None if tie_weight else nn.Parameter(torch.empty(num_statistics))
+        self.register_buffer("running_mean", torch.empty(num_groups, num_pergroup, 1))
+        self.register_buffer("running_cov", torch.empty(num_groups, num_pergroup, num_pergroup))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """γ = 1, β = 0, uniform importance weights, running mean 0 and covariance I."""
+        if self.affine:
+            self.weight.fill_(1)
+            self.bias.fill_(0)
+        self.sw_mean_weight.fill_(1)
+        if self.sw_var_weight is not None:
+            self.sw_var_weight.fill_(1)
+        self.running_mean.zero_()
+        self.running_cov.copy_(torch.eye(self.num_pergroup))
+
+    def freeze(self) -> "SwitchWhiten2d":
+        """Stop learning for good: running statistics in training too, no update, no gradient.
+
+        The counterpart of turning a BatchNorm2d into a FrozenBatchNorm2d.
+        """
+        self.frozen = True
+        return self.requires_grad_(False)
+
+    def importance(self) -> dict[str, dict[str, float]]:
+        """The mixing ratios: {"mean": {"bw": ω_bw, …}, "cov": {"bw": ω'_bw, …}}."""
+        var_weight = self.sw_mean_weight if self.sw_var_weight is None else self.sw_var_weight
+        return {
+            kind: dict(zip(self.statistics, weight.detach().float().softmax(0).tolist()))
+            for kind, weight in (("mean", self.sw_mean_weight), ("cov", var_weight))
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected an input of shape (N, {self.num_features}, H, W), got {tuple(x.shape)}"
+            )
+        return switch_whiten(
+            x,
+            self.weight,
+            self.bias,
+            self.sw_mean_weight,
+            self.sw_var_weight,
+            self.running_mean,
+            self.running_cov,
+            statistics=self.statistics,
+            num_pergroup=self.num_pergroup,
+            training=self.training and not self.frozen,
+            momentum=self.momentum,
+            eps=self.eps,
+            whitening=self.whitening,
+            num_iterations=self.num_iterations,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_features}, num_pergroup={self.num_pergroup}"
+        text += f", statistics={self.statistics}"
+        if {"bw", "iw"} & set(self.statistics):
+            text += f", whitening={self.whitening!r}"
+            if self.whitening == "newton":
+                text += f", num_iterations={self.num_iterations}"
+        for name, default in (("tie_weight", False), ("affine", True), ("sync", True)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text + f", eps={self.eps}, momentum={self.momentum}" + ", frozen" * self.frozen

@@ -1,0 +1,15 @@
+"""Where the shared test data lies, if it does."""
+
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of real images, weights and golden vectors; the test is skipped without it."""
+    if not SHARED.is_dir():
+        pytest.skip(f"the shared test data is not at {SHARED}")
+    return SHARED
