@@ -9,7 +9,6 @@ All moments are biased (divided by the number of pixels). A covariance is either
 (N, g, G, G), or only its diagonal, (N, g, G): what a set without whitening needs.
 """
 
-import torch
 from torch import Tensor
 
 

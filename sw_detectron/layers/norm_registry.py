@@ -37,9 +37,9 @@ def register_norm(name: str, factory: NormFactory, overwrite: bool = False) -> N
     """
     if not name:
         raise ValueError("a norm needs a name: the empty name means no norm in Detectron2")
-    if not overwrite and _registered.get(name) is not factory:
-        if name in _registered or _is_built_in(name):
-            raise ValueError(f"norm {name!r} exists already; pass overwrite=True to replace it")
+    same = _registered.get(name) is factory
+    if not (overwrite or same) and (name in _registered or _is_built_in(name)):
+        raise ValueError(f"norm {name!r} exists already; pass overwrite=True to replace it")
     _registered[name] = factory
 
 

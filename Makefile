@@ -1,0 +1,37 @@
+# make demo    train, evaluate and draw on the generated data set; everything is set up first
+# make test    run the tests
+# make setup   only make or renew .venv
+# make lint    check formatting and lint
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test setup lint
+
+demo: $(VENV)/.ready
+	$(BIN)/python tools/demo.py
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+setup: $(VENV)/.ready
+
+# Made anew when the requirements change. Detectron2's wheel is unpacked beside the environment
+# first: its compiled part is for another Python, and its top-level "tools" would shadow ours.
+$(VENV)/.ready: requirements.txt requirements-detectron2.txt setup.py
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --require-hashes \
+		--no-deps --only-binary=:all: --python-version 3.10 --target $(VENV)/unpacked \
+		-r requirements-detectron2.txt
+	rm -f $(VENV)/unpacked/detectron2/_C*.so
+	mv $(VENV)/unpacked/detectron2 $(VENV)/unpacked/sal_detectron2-*.dist-info \
+		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	rm -r $(VENV)/unpacked
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@

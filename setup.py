@@ -1,0 +1,36 @@
+"""Packaging. Detectron2 is not on the package registry under its name, so it is no requirement
+here: importing sw_detectron checks for it and says how to get it."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "sw_detectron/__init__.py").read_text())[1]
+
+setup(
+    name="sw_detectron",
+    version=version,
+    description="Switchable Whitening for Detectron2",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.4",
+        "torchvision>=0.19",
+        "numpy>=1.22",
+        "fvcore>=0.1.5.post20221221",
+        "iopath>=0.1.9",
+        "pycocotools>=2.0.6",
+        "matplotlib>=3.6",
+        "pillow>=9.1",
+        "tabulate>=0.8",
+        "tqdm>=4.60",
+    ],
+    # Not required: OpenCV's several distributions overwrite each other's files.
+    extras_require={"demo": ["opencv-python-headless>=4.5", "tensorboard"]},
+    packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
+    package_dir={"sw_detectron.configs": "configs"},
+    package_data={"sw_detectron.configs": ["*.yaml"]},
+)

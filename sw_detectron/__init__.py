@@ -1,0 +1,39 @@
+"""Switchable Whitening (Pan et al., ICCV 2019) for Detectron2.
+
+Importing this package makes the norms "SW", "SWa", "SWb", "SN", "BW" and "IW" known wherever
+Detectron2 takes a norm's name, and registers the backbones and the generated data set.
+"""
+
+import warnings
+
+try:
+    with warnings.catch_warnings():
+        # Detectron2 scripts functions while it is being imported, which newer torch deprecates.
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=FutureWarning)
+        import detectron2.modeling  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "detectron2":
+        raise
+    raise ModuleNotFoundError(
+        "sw_detectron needs Detectron2: with a C++ compiler, pip install "
+        "'git+https://github.com/facebookresearch/detectron2.git'; without one, run "
+        "'make setup' in sw_detectron's checkout, or see 'Installing' in its README",
+        name="detectron2",
+    ) from None
+
+from .config import add_sw_config
+from .data import register_shapes
+from .errors import UserError
+from .layers import SwitchWhiten2d, register_norm
+from .modeling import replace_norms
+
+__version__ = "0.1.0"
+__all__ = [
+    "SwitchWhiten2d",
+    "UserError",
+    "add_sw_config",
+    "register_norm",
+    "replace_norms",
+]
+
+register_shapes()

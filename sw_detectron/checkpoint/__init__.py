@@ -1,0 +1,5 @@
+"""Reading and writing checkpoints."""
+
+from .checkpointer import Checkpointer
+
+__all__ = ["Checkpointer"]

@@ -1,0 +1,53 @@
+"""Detectron2's checkpointer with whole-or-nothing writes and readable errors."""
+
+import os
+import pickle
+import zipfile
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+
+from ..errors import UserError
+
+
+class Checkpointer(DetectionCheckpointer):
+    """A `DetectionCheckpointer` that a killed process cannot leave with a broken checkpoint."""
+
+    def save(self, name: str, **kwargs) -> None:
+        """Write `name`.pth and then the name of the last checkpoint, each by rename."""
+        if not self.save_dir or not self.save_to_disk:
+            return
+        data = {"model": self.model.state_dict()}
+        data |= {key: value.state_dict() for key, value in self.checkpointables.items()}
+        path = os.path.join(self.save_dir, f"{name}.pth")
+        self.logger.info(f"Saving checkpoint to {path}")
+        # A killed process leaves its unfinished file behind: one name, so that there is only one.
+        unfinished = os.path.join(self.save_dir, "unfinished_checkpoint")
+        torch.save(data | kwargs, unfinished)
+        os.replace(unfinished, path)
+        self.tag_last_checkpoint(f"{name}.pth")
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        path = os.path.join(self.save_dir, "last_checkpoint")
+        with open(f"{path}.unfinished", "w") as f:
+            f.write(last_filename_basename)
+        os.replace(f"{path}.unfinished", path)
+
+    def load(self, path: str, *args, **kwargs) -> dict:
+        """As in Detectron2, but a file that is missing or unreadable is a UserError naming it."""
+        try:
+            return super().load(path, *args, **kwargs)
+        except (FileNotFoundError, AssertionError) as error:
+            if isinstance(error, AssertionError) and "not found" not in str(error):
+                raise
+            raise UserError(
+                f"weights {path!r} not found; set MODEL.WEIGHTS to a file, or to '' to train from "
+                "scratch"
+            ) from None
+
+    def _load_file(self, filename: str) -> dict:
+        try:
+            return super()._load_file(filename)
+        except (pickle.UnpicklingError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else "it is cut off"
+            raise UserError(f"{filename!r} is not a readable checkpoint: {reason}") from None

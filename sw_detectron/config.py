@@ -1,0 +1,61 @@
+"""The config keys of SW, and where a config's bare name is looked up."""
+
+from pathlib import Path
+
+from detectron2.config import CfgNode
+
+from .errors import UserError
+
+
+def add_sw_config(cfg: CfgNode) -> None:
+    """Add the keys of MODEL.SW, with their defaults, to a Detectron2 config."""
+    cfg.MODEL.SW = CfgNode()
+    # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
+    # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the
+    # backbone are MODEL.RESNETS.NORM.
+    cfg.MODEL.SW.NORM = "SW"
+    # The placed layers by the paper's rules: imagenet, segmentation, cifar, released, all, none.
+    cfg.MODEL.SW.PLACEMENT = "imagenet"
+    # The placed layers by number; overrides PLACEMENT unless it is empty.
+    cfg.MODEL.SW.LAYERS = []
+    # The set of statistics, out of bw, iw, bn, in, ln. Empty: what NORM's name says.
+    cfg.MODEL.SW.STATISTICS = []
+    # G, the channels that are whitened together; it divides the channels of every placed layer.
+    cfg.MODEL.SW.NUM_PERGROUP = 16
+    # How Σ^(-1/2) is taken: newton (iterative) or eigh (exact).
+    cfg.MODEL.SW.WHITENING = "newton"
+    # T of Newton's iteration.
+    cfg.MODEL.SW.NUM_ITERATIONS = 5
+    # Use the mean's importance weights for the covariance too.
+    cfg.MODEL.SW.TIE_WEIGHT = False
+    # ε, added to the diagonal of the mixed covariance.
+    cfg.MODEL.SW.EPS = 1e-5
+    # The share of the current batch in the running statistics.
+    cfg.MODEL.SW.MOMENTUM = 0.1
+    # Take the batch's statistics over all processes.
+    cfg.MODEL.SW.SYNC = True
+
+
+def config_folder() -> Path:
+    """The folder of the configs that come with the package.
+
+    Installed, they lie inside the package; in a checkout, beside it.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """The path of a config given as a path or as the bare name of one that comes with the package.
+
+    Raises:
+        UserError: there is no such file; the message lists the names there are.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    packaged = config_folder() / name
+    if packaged.is_file():
+        return packaged
+    names = ", ".join(sorted(p.name for p in config_folder().glob("*.yaml")))
+    raise UserError(f"config {name!r} is neither a file nor one of the package's: {names}")

@@ -1,0 +1,134 @@
+"""From a command line to a checked config."""
+
+import argparse
+import logging
+import os
+
+import torch
+from detectron2.config import CfgNode, get_cfg
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import default_argument_parser, default_setup
+from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import setup_logger
+
+from ..config import add_sw_config, find_config
+from ..data.slices import register_slice
+from ..errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
+    """Detectron2's standard flags, with `--config` beside `--config-file`."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[default_argument_parser()],
+        add_help=False,
+        conflict_handler="resolve",  # our --config-file replaces the parent's
+    )
+    parser.add_argument(
+        "--config",
+        "--config-file",
+        dest="config_file",
+        metavar="FILE",
+        required=True,
+        help="path of a config, or the bare name of one that comes with the package",
+    )
+    return parser
+
+
+def load_config(config_file: str, opts: list[str]) -> CfgNode:
+    """Read a config, apply KEY VALUE overrides, and check what can be checked without building.
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
+    """
+    path = find_config(config_file)
+    cfg = get_cfg()
+    add_sw_config(cfg)
+    try:
+        cfg.merge_from_file(str(path))
+    except UserError:
+        raise
+    except Exception as error:  # YAML has many kinds of errors, and yacs asserts
+        raise UserError(f"config {str(path)!r}: {_one_line(error)}") from None
+    if len(opts) % 2:
+        raise UserError(f"overrides come in pairs KEY VALUE; got {' '.join(opts)!r}")
+    for key, value in zip(opts[::2], opts[1::2]):
+        try:
+            cfg.merge_from_list([key, value])
+        except Exception as error:
+            raise UserError(f"override {key} {value}: {_one_line(error)}") from None
+    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        cfg.MODEL.DEVICE = "cpu"
+    return cfg
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """The frozen config of a run; logging, seeds and OUTPUT_DIR are set up."""
+    cfg = load_config(args.config_file, args.opts)
+    cfg.freeze()
+    check_datasets(cfg, training=not args.eval_only)
+    check_weights(cfg, args.resume)
+    args.config_file = str(find_config(args.config_file))
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
+    default_setup(cfg, args)
+    if cfg.MODEL.DEVICE == "cpu":
+        logger.info("Running on the CPU.")
+    if not cfg.MODEL.WEIGHTS and not args.eval_only:
+        logger.info("MODEL.WEIGHTS is empty: training from scratch.")
+    return cfg
+
+
+def check_datasets(cfg: CfgNode, training: bool) -> None:
+    """Every data set of the run is registered and its files are there.
+
+    A name such as "coco_2017_train[:8]" stands for the first images of a registered data set.
+
+    Raises:
+        UserError: naming the data set, the file and the remedy.
+    """
+    names = set(cfg.DATASETS.TEST) | (set(cfg.DATASETS.TRAIN) if training else set())
+    if training and not cfg.DATASETS.TRAIN:
+        raise UserError("DATASETS.TRAIN is empty: name a registered data set to train on")
+    for name in sorted(names):
+        register_slice(name)
+        if name not in DatasetCatalog.list():
+            raise UserError(
+                f"data set {name!r} is not registered; there are "
+                f"{', '.join(sorted(DatasetCatalog.list()))}"
+            )
+        metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
+        if metadata.get("generated"):
+            continue
+        for key in ("json_file", "image_root"):
+            path = getattr(metadata, key, None)
+            if path and not PathManager.exists(path):
+                raise UserError(
+                    f"data set {name!r} is not there: no {path!r}; set the environment variable "
+                    "DETECTRON2_DATASETS to the folder that contains it"
+                )
+
+
+def check_weights(cfg: CfgNode, resume: bool) -> None:
+    """MODEL.WEIGHTS, if it names a local file and is going to be read, exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    path = cfg.MODEL.WEIGHTS
+    if resume and os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
+        return
+    if path and "://" not in path and not os.path.isfile(path):
+        raise UserError(
+            f"MODEL.WEIGHTS {path!r} does not exist; give another file, or MODEL.WEIGHTS '' to "
+            "train from scratch"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(text).split()) or type(error).__name__

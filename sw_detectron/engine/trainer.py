@@ -1,0 +1,106 @@
+"""Detectron2's default trainer, made for SW, for interruptions, and for machines without GPU."""
+
+import logging
+import os
+import weakref
+from collections import OrderedDict
+
+from detectron2.config import CfgNode
+from detectron2.data import build_detection_train_loader, get_detection_dataset_dicts
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
+from detectron2.engine.defaults import create_ddp_model
+from detectron2.evaluation import DatasetEvaluator
+from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.utils import comm
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..checkpoint import Checkpointer
+from ..data.sampler import ResumableTrainingSampler
+from ..evaluation.evaluators import build_evaluator
+from ..modeling.summary import sw_table
+from .hooks import ImportanceWriter, SeedIterations
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer(DefaultTrainer):
+    """The `DefaultTrainer` of `tools/train_net.py`.
+
+    Beyond Detectron2's: prints the SW layers, records their importance ratios, writes checkpoints
+    whole or not at all, and continues the sequence of training images on resuming. If SEED is not
+    negative, DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed
+    run is equal to an uninterrupted one; with workers, or with images grouped by shape, it sees
+    other augmentations and another grouping of the same images.
+    """
+
+    def __init__(self, cfg: CfgNode):
+        # DefaultTrainer's own steps, but for the checkpointer and for models on the CPU.
+        TrainerBase.__init__(self)
+        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        self._sampler = None
+        data_loader = self.build_train_loader(cfg)
+        self._sampler = getattr(data_loader, "resumable_sampler", None)
+        device_ids = {} if cfg.MODEL.DEVICE != "cpu" else {"device_ids": None}
+        model = create_ddp_model(model, broadcast_buffers=False, **device_ids)
+        trainer_class = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
+        self._trainer = trainer_class(model, data_loader, optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
+        self.start_iter = 0
+        self.max_iter = cfg.SOLVER.MAX_ITER
+        self.cfg = cfg
+        self.register_hooks(self.build_hooks())
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Resume from OUTPUT_DIR's last checkpoint if asked to and there is one, else load
+        MODEL.WEIGHTS."""
+        super().resume_or_load(resume)
+        if self._sampler is not None:
+            self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
+
+    def build_hooks(self) -> list:
+        hooks = super().build_hooks()
+        # Before the writers, which come last and on the main process only.
+        hooks.insert(2, ImportanceWriter(self.model))
+        if self.cfg.SEED >= 0:
+            hooks.append(SeedIterations(self.cfg.SEED, comm.get_rank(), comm.get_world_size()))
+        return hooks
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        model = super().build_model(cfg)
+        logger.info(f"SW layers:\n{sw_table(model)}")
+        return model
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> DataLoader:
+        if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
+            return super().build_train_loader(cfg)
+        keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
+        dataset = get_detection_dataset_dicts(
+            cfg.DATASETS.TRAIN,
+            filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+            min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
+            proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
+        )
+        sampler = ResumableTrainingSampler(len(dataset), seed=cfg.SEED if cfg.SEED >= 0 else None)
+        loader = build_detection_train_loader(cfg, dataset=dataset, sampler=sampler)
+        loader.resumable_sampler = sampler
+        return loader
+
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
+    ) -> DatasetEvaluator:
+        return build_evaluator(cfg, dataset_name, output_folder)
+
+    @classmethod
+    def test_with_augmentation(cls, cfg: CfgNode, model: nn.Module) -> OrderedDict:
+        """Evaluate with TEST.AUG's scales and flips; the results' names end in `_TTA`."""
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((f"{task}_TTA", values) for task, values in results.items())

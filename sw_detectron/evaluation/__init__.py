@@ -1,0 +1,1 @@
+"""Pictures of what a detector learned and of how it learned it."""

@@ -1,0 +1,359 @@
+"""Pictures of a trained detector: its predictions, and the curves of its training.
+
+Each picture has a function that returns the matplotlib figure and one that writes it to a PNG
+file. The figures are made without pyplot, and so leave its state and backend alone.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from cycler import cycler
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
+from detectron2.data.detection_utils import read_image
+from detectron2.structures import BoxMode
+from detectron2.utils.visualizer import Visualizer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+__all__ = [
+    "STATISTIC_COLORS",
+    "draw_predictions",
+    "plot_training_curves",
+    "predictions_figure",
+    "training_curves_figure",
+]
+
+# The colours of Okabe and Ito, which stay apart for colour-blind readers. The whitening and the
+# standardization over the same axes share a hue: blue for the batch, orange for the instance.
+STATISTIC_COLORS = {
+    "bw": "#0072B2",
+    "iw": "#D55E00",
+    "bn": "#56B4E9",
+    "in": "#E69F00",
+    "ln": "#009E73",
+}
+"""Colour of each statistic of Switchable Whitening, the same in all pictures."""
+
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+_MOMENT_STYLES = {"cov": "-", "mean": "--"}
+_RATIO_KEY = re.compile(r"sw/(?P<layer>.+)/(?P<moment>mean|cov)/(?P<statistic>\w+)")
+
+Series = tuple[np.ndarray, np.ndarray]
+"""Iterations and values, both of shape (N,); iterations ascend."""
+
+
+def draw_predictions(
+    dataset_name: str,
+    predictions: str | os.PathLike | Sequence[dict],
+    output_path: str | os.PathLike,
+    num_images: int = 6,
+    score_threshold: float = 0.5,
+) -> None:
+    """Write a PNG that shows the ground truth and the predictions of some images side by side.
+
+    See `predictions_figure` for the arguments and errors.
+    """
+    figure = predictions_figure(dataset_name, predictions, num_images, score_threshold)
+    _save(figure, output_path)
+
+
+def plot_training_curves(
+    metrics_json_path: str | os.PathLike, output_path: str | os.PathLike
+) -> None:
+    """Write a PNG of the losses and, where recorded, of the importance ratios of SW layers.
+
+    See `training_curves_figure` for the arguments and errors.
+    """
+    _save(training_curves_figure(metrics_json_path), output_path)
+
+
+def predictions_figure(
+    dataset_name: str,
+    predictions: str | os.PathLike | Sequence[dict],
+    num_images: int = 6,
+    score_threshold: float = 0.5,
+) -> Figure:
+    """Show the first images of a data set, each with its ground truth and its predictions.
+
+    Args:
+        dataset_name: a registered data set with boxes, and masks if it has any.
+        predictions: results in COCO's format, or a JSON file of them: dicts with `image_id`,
+            `category_id` as in the data set's annotation file, `bbox` (x, y, width, height) in
+            pixels, `score`, and possibly `segmentation` as RLE.
+        num_images: number of images to show, at least 1; fewer if the data set is smaller.
+        score_threshold: lowest score of the predictions to show.
+
+    Returns:
+        A figure of two axes an image: ground truth, prediction.
+
+    Raises:
+        ValueError: the predictions do not fit the data set, their file holds no JSON list, or
+            there is no image to show.
+    """
+    images = DatasetCatalog.get(dataset_name)[: max(num_images, 0)]
+    if not images:
+        raise ValueError(f"No image of {dataset_name!r} to show (num_images={num_images}).")
+    metadata = MetadataCatalog.get(dataset_name)
+    by_image = defaultdict(list)
+    for prediction in _load_predictions(predictions):
+        if prediction["score"] >= score_threshold:
+            by_image[prediction["image_id"]].append(_to_annotation(prediction, metadata))
+
+    pairs_per_row = 1 if len(images) < 3 else 2
+    rows = -(-len(images) // pairs_per_row)
+    figure = Figure(figsize=(7.0 * pairs_per_row, 3.8 * rows), layout="constrained")
+    for index, image in enumerate(images):
+        pixels = read_image(image["file_name"], format="RGB")
+        contents = {
+            "ground truth": image["annotations"],
+            f"prediction (score ≥ {score_threshold:g})": by_image[image["image_id"]],
+        }
+        for column, (title, annotations) in enumerate(contents.items()):
+            axes = figure.add_subplot(rows, 2 * pairs_per_row, 2 * index + column + 1)
+            axes.imshow(_overlay(pixels, annotations, metadata))
+            axes.set_title(f"{Path(image['file_name']).stem}: {title}", fontsize=11)
+            axes.set_axis_off()
+    return figure
+
+
+def training_curves_figure(metrics_json_path: str | os.PathLike) -> Figure:
+    """Plot the losses and the importance ratios that Detectron2's `metrics.json` recorded.
+
+    The ratios stand under `sw/<layer>/<mean or cov>/<statistic>`. Each layer has a panel of its
+    own: solid lines for the covariance, dashed ones for the mean. Lines that a crash cut short
+    are skipped; where a resumed run repeats an iteration, the later record counts.
+
+    Returns:
+        A figure of the total loss, the component losses, and one axes for each SW layer.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no records.
+    """
+    series = _load_series(metrics_json_path)
+    layers = defaultdict(dict)
+    for key, values in series.items():
+        match = _RATIO_KEY.fullmatch(key)
+        if match and match["statistic"] in STATISTIC_COLORS:
+            layers[match["layer"]][match["moment"], match["statistic"]] = values
+
+    losses_height = 3.4
+    if not layers:
+        figure = Figure(figsize=(12, losses_height), layout="constrained")
+        _plot_losses(figure, series)
+        return figure
+    columns = _grid_columns(len(layers))
+    rows = -(-len(layers) // columns)
+    ratios_height = 0.9 + rows * (2.6 if rows == 1 else 1.8)
+    figure = Figure(figsize=(12, losses_height + ratios_height), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(losses_height, ratios_height))
+    _plot_losses(top, series)
+    _plot_ratios(bottom, layers, rows, columns)
+    return figure
+
+
+def _load_predictions(predictions: str | os.PathLike | Sequence[dict]) -> Sequence[dict]:
+    if not isinstance(predictions, (str, os.PathLike)):
+        return predictions
+    try:
+        loaded = json.loads(Path(predictions).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot read predictions from {predictions}: {error}") from error
+    if not isinstance(loaded, list):
+        raise ValueError(f"Cannot read predictions from {predictions}: it holds no JSON list.")
+    return loaded
+
+
+def _to_annotation(prediction: dict, metadata: Metadata) -> dict:
+    """Bring a result in COCO's format into the form that Detectron2 loads the ground truth in."""
+    id_map = metadata.get("thing_dataset_id_to_contiguous_id")
+    category = prediction["category_id"]
+    if id_map is not None:
+        if category not in id_map:
+            raise ValueError(f"Data set {metadata.name!r} has no category of id {category}.")
+        category = id_map[category]
+    return prediction | {"category_id": category, "bbox_mode": BoxMode.XYWH_ABS}
+
+
+def _overlay(pixels: np.ndarray, annotations: list[dict], metadata: Metadata) -> np.ndarray:
+    """Draw boxes, masks and labels on an image (H, W, 3), uint8 RGB; small images are scaled up."""
+    # Labels keep their size, and would cover a small image.
+    scale = max(1.0, 512 / max(pixels.shape[:2]))
+    visualizer = Visualizer(pixels, metadata, scale=scale, font_size_scale=1.6)
+    if annotations:
+        boxes = [
+            BoxMode.convert(list(annotation["bbox"]), annotation["bbox_mode"], BoxMode.XYXY_ABS)
+            for annotation in annotations
+        ]
+        masks = [annotation.get("segmentation") for annotation in annotations]
+        categories = [annotation["category_id"] for annotation in annotations]
+        visualizer.overlay_instances(
+            boxes=np.array(boxes, dtype=float),
+            masks=masks if all(masks) else None,
+            labels=[_label(annotation, metadata) for annotation in annotations],
+            assigned_colors=[mpl.colors.to_rgb(_PALETTE[c % len(_PALETTE)]) for c in categories],
+            alpha=0.4,
+        )
+    return visualizer.get_output().get_image()
+
+
+def _label(annotation: dict, metadata: Metadata) -> str:
+    name = metadata.thing_classes[annotation["category_id"]]
+    return f"{name} {annotation['score']:.0%}" if "score" in annotation else name
+
+
+def _load_series(path: str | os.PathLike) -> dict[str, Series]:
+    """Read every numeric entry of a `metrics.json` by its key."""
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"Cannot read metrics from {path}: {error.strerror}") from error
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in _parse_records(lines):
+        for key, value in record.items():
+            if isinstance(value, (int, float)):
+                values[key][record["iteration"]] = value
+    if not values:
+        raise ValueError(f"Cannot read metrics from {path}: it holds no record of an iteration.")
+    return {
+        key: tuple(np.array(sorted(by_iteration.items()), dtype=float).T)
+        for key, by_iteration in values.items()
+    }
+
+
+def _parse_records(lines: Iterable[str]) -> Iterable[dict]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+            yield record
+
+
+def _plot_losses(figure: Figure | SubFigure, series: dict[str, Series]) -> None:
+    total_axes, components_axes = figure.subplots(1, 2)
+    total_axes.set_title("Total loss", fontsize=11)
+    if "total_loss" in series:
+        iterations, loss = series["total_loss"]
+        _plot(total_axes, iterations, loss, color=_PALETTE[0], alpha=0.3, label="as recorded")
+        _plot(total_axes, iterations, _smooth(loss), color=_PALETTE[0], label="smoothed")
+        total_axes.legend(loc="upper right", frameon=False, fontsize=9)
+
+    components_axes.set_title("Component losses, smoothed", fontsize=11)
+    # Colours recur with another line style when a model has more losses than there are colours.
+    components_axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=_PALETTE))
+    components = sorted(key for key in series if key.startswith("loss"))
+    for key in components:
+        iterations, loss = series[key]
+        _plot(components_axes, iterations, _smooth(loss), linewidth=1.2, label=key)
+    if components:  # the legend stands beside the axes, where it cannot hide a curve
+        components_axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9
+        )
+
+    for axes in (total_axes, components_axes):
+        axes.set_xlabel("iteration")
+        axes.set_ylim(bottom=0)
+        _style(axes, ticks=6)
+
+
+def _plot_ratios(figure: SubFigure, layers: dict[str, dict], rows: int, columns: int) -> None:
+    names = sorted(layers, key=_natural_order)
+    for index, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for (moment, statistic), (iterations, ratio) in layers[name].items():
+            style = {"linestyle": _MOMENT_STYLES[moment], "color": STATISTIC_COLORS[statistic]}
+            _plot(axes, iterations, ratio, linewidth=1.4, **style)
+        axes.set_title(_shorten(name, 28), fontsize=9)
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_yticks((0, 0.5, 1))
+        _style(axes, ticks=4)
+        lowest_of_column = index + columns >= len(names)
+        axes.tick_params(labelsize=8, labelbottom=lowest_of_column, labelleft=index % columns == 0)
+
+    figure.supxlabel("iteration", fontsize=10)
+    figure.legend(
+        handles=_ratio_legend({key for curves in layers.values() for key in curves}),
+        title="Importance ratios of the statistics in each SW layer",
+        title_fontsize=11,
+        loc="outside upper center",
+        ncols=len(STATISTIC_COLORS) + len(_MOMENT_STYLES),
+        frameon=False,
+    )
+
+
+def _ratio_legend(shown: set[tuple[str, str]]) -> list[Line2D]:
+    """Legend entries of the statistics, by colour, and of the moments, by line style."""
+    moments = {moment for moment, _ in shown}
+    statistics = {statistic for _, statistic in shown}
+    return [
+        Line2D([], [], color=color, linewidth=3, label=statistic)
+        for statistic, color in STATISTIC_COLORS.items()
+        if statistic in statistics
+    ] + [
+        Line2D([], [], color="black", linestyle=style, label=label)
+        for moment, style, label in (("cov", "-", "covariance"), ("mean", "--", "mean"))
+        if moment in moments
+    ]
+
+
+def _grid_columns(num_panels: int) -> int:
+    """Few large panels, or many small ones that still have room for their titles."""
+    if num_panels <= 4:
+        return num_panels
+    return 3 if num_panels <= 6 else 4 if num_panels <= 16 else 5
+
+
+def _plot(axes: Axes, iterations: np.ndarray, values: np.ndarray, **style) -> None:
+    # A single record makes no line.
+    axes.plot(iterations, values, marker="o" if len(values) == 1 else None, **style)
+
+
+def _style(axes: Axes, ticks: int) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 90k rather than 90000
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving average (N,) over about a twentieth of a curve (N,), or three values.
+
+    Values that are not finite are left out; places that have only such around them give NaN.
+    """
+    reach = min(max(1, len(values) // 40), (len(values) - 1) // 2)
+    window = np.ones(2 * reach + 1)
+    finite = np.isfinite(values)
+    counts = np.convolve(finite, window, mode="same")
+    sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
+    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts `res3.2` before `res3.10`."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _shorten(name: str, length: int) -> str:
+    """Cut the beginning of a long layer name; its end tells layers apart."""
+    return name if len(name) <= length else "…" + name[1 - length :]
+
+
+def _save(figure: Figure, output_path: str | os.PathLike) -> None:
+    """Write a PNG so that no reader ever meets half of it."""
+    output_path = Path(output_path)
+    output_path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output_path.with_name(f".{output_path.name}.{os.getpid()}")
+    try:
+        figure.savefig(temporary, format="png", dpi=110, bbox_inches="tight", pad_inches=0.15)
+        os.replace(temporary, output_path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""ResNet backbones with SW on the placed layers, registered with Detectron2."""
+
+import functools
+
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, FPN, ResNet, build_resnet_backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
+from torch import nn
+
+from ..errors import UserError
+from ..layers import SW_NORMS
+from ..layers.norm_registry import NormFactory
+from .surgery import replace_norms
+
+
+def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
+    """The norm of the placed layers: MODEL.SW.NORM with the other keys of MODEL.SW applied.
+
+    Those keys describe an SW layer; a norm that is none (BN, GN, …, for ablations) is taken by its
+    name alone.
+    """
+    sw = cfg.MODEL.SW
+    if sw.NORM not in SW_NORMS:
+        if sw.STATISTICS:
+            raise UserError(
+                f"MODEL.SW.STATISTICS is set, but MODEL.SW.NORM is {sw.NORM!r}, which has no "
+                f"statistics to choose; use one of {', '.join(SW_NORMS)}"
+            )
+        return sw.NORM
+    chosen = {"statistics": tuple(sw.STATISTICS)} if sw.STATISTICS else {}
+    return functools.partial(
+        SW_NORMS[sw.NORM],
+        num_pergroup=sw.NUM_PERGROUP,
+        whitening=sw.WHITENING,
+        num_iterations=sw.NUM_ITERATIONS,
+        tie_weight=sw.TIE_WEIGHT,
+        eps=sw.EPS,
+        momentum=sw.MOMENTUM,
+        sync=sw.SYNC,
+        **chosen,
+    )
+
+
+@BACKBONE_REGISTRY.register()
+def build_sw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
+    """Detectron2's ResNet with MODEL.RESNETS.NORM, and SW on the layers of MODEL.SW."""
+    resnet = build_resnet_backbone(cfg, input_shape)
+    placement = list(cfg.MODEL.SW.LAYERS) or cfg.MODEL.SW.PLACEMENT
+    try:
+        replace_norms(resnet, placement, sw_norm_from_config(cfg))
+    except UserError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise UserError(f"the keys of MODEL.SW do not fit: {error.args[0]}") from None
+    return resnet
+
+
+def _build_fpn(cfg: CfgNode, bottom_up: ResNet, top_block: nn.Module) -> FPN:
+    return FPN(
+        bottom_up=bottom_up,
+        in_features=cfg.MODEL.FPN.IN_FEATURES,
+        out_channels=cfg.MODEL.FPN.OUT_CHANNELS,
+        norm=cfg.MODEL.FPN.NORM,
+        top_block=top_block,
+        fuse_type=cfg.MODEL.FPN.FUSE_TYPE,
+    )
+
+
+@BACKBONE_REGISTRY.register()
+def build_sw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """FPN with P6 by pooling, as the R-CNN family uses it, over the SW ResNet."""
+    return _build_fpn(cfg, build_sw_resnet_backbone(cfg, input_shape), LastLevelMaxPool())
+
+
+@BACKBONE_REGISTRY.register()
+def build_sw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """FPN with P6 and P7 by convolution on C5, as RetinaNet uses it, over the SW ResNet."""
+    bottom_up = build_sw_resnet_backbone(cfg, input_shape)
+    top_block = LastLevelP6P7(bottom_up.output_shape()["res5"].channels, cfg.MODEL.FPN.OUT_CHANNELS)
+    return _build_fpn(cfg, bottom_up, top_block)

@@ -1,0 +1,256 @@
+"""The training command: what it does, what it refuses, and how it comes back after a crash."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.modeling import build_model
+
+from sw_detectron.data.slices import register_slice
+from sw_detectron.engine import argument_parser, launch, load_config, train_or_evaluate
+from sw_detectron.modeling.summary import sw_layers
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN_NET = [sys.executable, str(ROOT / "tools/train_net.py")]
+SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
+PAPER = "mask_rcnn_R50_FPN_SW_2x.yaml"
+# Narrow, on two small images a step: seconds instead of minutes.
+TINY = """
+    SOLVER.IMS_PER_BATCH 2 INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64
+    MODEL.FPN.OUT_CHANNELS 32 MODEL.RPN.POST_NMS_TOPK_TRAIN 20 MODEL.RPN.POST_NMS_TOPK_TEST 10
+    MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 16 MODEL.ROI_BOX_HEAD.FC_DIM 32
+    MODEL.ROI_MASK_HEAD.CONV_DIM 16
+""".split()
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder for generated data sets, shared by the tests of a session."""
+    return tmp_path_factory.mktemp("datasets")
+
+
+def environment(datasets):
+    return os.environ | {"DETECTRON2_DATASETS": str(datasets), "OMP_NUM_THREADS": "2"}
+
+
+def run(command, datasets, **kwargs):
+    return subprocess.run(
+        command, env=environment(datasets), cwd=datasets, capture_output=True, text=True, **kwargs
+    )
+
+
+def refuse(capsys, *arguments):
+    """The one line on standard error of a command that must fail."""
+    args = argument_parser("", "").parse_args(arguments)
+    with pytest.raises(SystemExit) as stop:
+        launch(train_or_evaluate, args)
+    assert isinstance(stop.value.code, str)  # Python prints it and exits with status 1
+    assert "\n" not in stop.value.code
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--config", "mask_rcnn.yaml"], ["mask_rcnn.yaml", PAPER, SHAPES]),
+        (["--config", SHAPES, "MODEL.SW.GROUPS", "4"], ["MODEL.SW.GROUPS"]),
+        (["--config", SHAPES, "MODEL.SW.EPS", "small"], ["MODEL.SW.EPS", "small"]),
+        (["--config", SHAPES, "SEED"], ["pairs", "SEED"]),
+        (["--config", SHAPES, "MODEL.WEIGHTS", "nowhere.pth"], ["nowhere.pth", "MODEL.WEIGHTS"]),
+        (["--config", SHAPES, "DATASETS.TRAIN", "('coco',)"], ["'coco'", "shapes_train"]),
+        (["--config", SHAPES, "DATASETS.TRAIN", "()"], ["DATASETS.TRAIN"]),
+        (["--config", SHAPES, "MODEL.SW.PLACEMENT", "x"], ["'x'", "imagenet"]),
+        (["--config", SHAPES, "MODEL.SW.NUM_PERGROUP", "48"], ["stem.conv1", "48"]),
+        (["--config", SHAPES, "--eval-only"], ["--eval-only", "MODEL.WEIGHTS"]),
+    ],
+    ids=lambda value: " ".join(value[1:]) if value[0].startswith("--") else "",
+)
+def test_mistakes_are_one_clear_line(capsys, tmp_path, arguments, words):
+    if "()" not in arguments and len(arguments) % 2 == 0:
+        arguments = [*arguments, "OUTPUT_DIR", str(tmp_path)]
+    message = refuse(capsys, *arguments)
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_data_set_is_one_clear_line(capsys, tmp_path, monkeypatch):
+    metadata = MetadataCatalog.get("coco_2017_train")
+    json_file = metadata.json_file
+    if Path(json_file).exists():
+        pytest.skip("COCO is here")
+    message = refuse(capsys, "--config", PAPER, "OUTPUT_DIR", str(tmp_path / "run"))
+    assert all(w in message for w in ("coco_2017_", json_file[:-20], "DETECTRON2_DATASETS"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"<html>404</html>", b"", b"PK\x03\x04 cut", b"\x80\x02}q\x00."], ids=str
+)
+def test_a_corrupt_checkpoint_is_one_clear_line(capsys, tmp_path, content):
+    (tmp_path / "bad.pth").write_bytes(content)
+    message = refuse(
+        capsys,
+        *["--config", SHAPES, "--eval-only"],
+        *["OUTPUT_DIR", str(tmp_path), "MODEL.WEIGHTS", str(tmp_path / "bad.pth")],
+    )
+    assert "bad.pth" in message
+
+
+def test_a_broken_config_is_one_clear_line(capsys, tmp_path):
+    (tmp_path / "broken.yaml").write_text("MODEL: {SW: [")
+    assert "broken.yaml" in refuse(capsys, "--config", str(tmp_path / "broken.yaml"))
+    (tmp_path / "wrong.yaml").write_text("MODEL: {SW: {NORMS: SW}}")
+    assert "NORMS" in refuse(capsys, "--config", str(tmp_path / "wrong.yaml"))
+
+
+def test_the_script_explains_itself_and_fails_in_one_line(datasets):
+    help_text = run([*TRAIN_NET, "--help"], datasets)
+    assert help_text.returncode == 0
+    assert "--config FILE, --config-file FILE" in help_text.stdout
+    assert f"--config {PAPER} --num-gpus 8" in help_text.stdout
+    failed = run([*TRAIN_NET, "--config", "no.yaml"], datasets)
+    assert failed.returncode == 1
+    assert "Traceback" not in failed.stderr
+    assert failed.stderr.strip().splitlines()[-1].startswith(f"{TRAIN_NET[1]}: error: config 'no")
+
+
+def test_the_papers_config():
+    """Table 7, row SW^a, and section C of the appendix."""
+    cfg = load_config(PAPER, ["MODEL.DEVICE", "cpu"])
+    model = build_model(cfg)
+    assert [row.number for row in sw_layers(model)] == [1, 6, 12, 18, 24, 30, 36]
+    norms = [m for n, m in model.named_modules() if n.endswith((".norm", "_norm"))]
+    sync = [m for m in norms if type(m) is torch.nn.SyncBatchNorm]
+    # 53 + 4 of the ResNet, less 7 SW; 8 of the FPN; 4 and 4 of the heads; the mask head's
+    # deconvolution has none.
+    assert len(sync) == 57 - 4 - 7 + 4 + 8 + 4 + 4 - 4
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    assert model.roi_heads.box_head.conv4.norm.num_features == 256
+    assert not hasattr(model.roi_heads.box_head, "fc2")
+    assert all(p.requires_grad for p in model.parameters())
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR) == (16, 180000, 0.02)
+    assert tuple(cfg.SOLVER.STEPS) == (120000, 160000)
+    assert (tuple(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN) == ((800,), 1333)
+    assert cfg.INPUT.FORMAT == "RGB"
+    assert not cfg.MODEL.RESNETS.STRIDE_IN_1X1
+
+
+def test_slices_of_data_sets():
+    if "numbers" not in DatasetCatalog.list():
+        DatasetCatalog.register("numbers", lambda: list(range(10)))
+        MetadataCatalog.get("numbers").set(
+            json_file="x", evaluator_type="coco", thing_classes=["a"]
+        )
+    for name, expected in {"numbers[:3]": [0, 1, 2], "numbers[8:]": [8, 9]}.items():
+        register_slice(name)
+        register_slice(name)
+        assert DatasetCatalog.get(name) == expected
+        assert MetadataCatalog.get(name).thing_classes == ["a"]
+        assert not hasattr(MetadataCatalog.get(name), "json_file")
+    register_slice("nothing[:3]")
+    assert "nothing[:3]" not in DatasetCatalog.list()
+
+
+def same(a, b, path=""):
+    """Assert that two nested checkpoints are equal to the bit."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            same(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
+    """SIGKILL at a random moment, twice; the end equals that of an uninterrupted run."""
+    arguments = [*TINY, "SOLVER.MAX_ITER", "12", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    arguments += ["SOLVER.STEPS", "(7,)", "SOLVER.WARMUP_ITERS", "3", "DATASETS.TEST", "()"]
+    command = [*TRAIN_NET, "--config", SHAPES, "--resume", *arguments, "OUTPUT_DIR"]
+    whole = run([*command, str(tmp_path / "whole")], datasets)
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    assert "training from scratch" in whole.stdout
+
+    generator = random.Random(0)
+    cut = tmp_path / "cut"
+    for checkpoints in (1, 3):
+        process = subprocess.Popen(
+            [*command, str(cut)],
+            env=environment(datasets),
+            cwd=datasets,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 240
+        while len(list(cut.glob("model_0*.pth"))) < checkpoints:
+            assert process.poll() is None, "finished before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (cut / "model_final.pth").exists()
+    rest = run([*command, str(cut)], datasets)
+    assert rest.returncode == 0, rest.stderr[-2000:]
+    expected = torch.load(tmp_path / "whole/model_final.pth")
+    actual = torch.load(cut / "model_final.pth")
+    same(actual, expected)
+    assert expected["iteration"] == 11
+    assert "backbone.bottom_up.stem.conv1.norm.sw_var_weight" in expected["model"]
+    lr = [json.loads(line)["lr"] for line in (cut / "metrics.json").read_text().splitlines()][-1]
+    assert lr == pytest.approx(0.002)
+
+
+def test_training_records_importance_ratios_and_evaluates(datasets, tmp_path):
+    arguments = [*TINY, "SOLVER.MAX_ITER", "2", "DATASETS.TEST", "('shapes_val[:4]',)"]
+    done = run([*TRAIN_NET, "--config", SHAPES, *arguments, "OUTPUT_DIR", str(tmp_path)], datasets)
+    assert done.returncode == 0, done.stderr[-2000:]
+    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    ratios = {k: v for r in records for k, v in r.items() if k.startswith("sw/")}
+    for layer in ("stem.conv1", "res2.0.conv2", "res3.0.conv1", "res3.1.conv2", "res4.1.conv1"):
+        for kind in ("mean", "cov"):
+            total = ratios[f"sw/{layer}/{kind}/bw"] + ratios[f"sw/{layer}/{kind}/iw"]
+            assert total == pytest.approx(1, abs=1e-6)
+    results = json.loads((tmp_path / "inference/coco_instances_results.json").read_text())
+    assert isinstance(results, list)
+    assert any("bbox/AP" in r for r in records)
+    again = run(
+        [*TRAIN_NET, "--config", SHAPES, "--eval-only", "--resume", *arguments]
+        + ["OUTPUT_DIR", str(tmp_path)],
+        datasets,
+    )
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "copypaste: Task: segm" in again.stdout
+
+
+@pytest.mark.slow
+def test_the_papers_config_on_real_images(shared_data, tmp_path):
+    """The 2x config itself, with only size and length overridden."""
+    small = """
+        SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 2 DATALOADER.NUM_WORKERS 1
+        INPUT.MIN_SIZE_TRAIN (128,) INPUT.MAX_SIZE_TRAIN 160
+        INPUT.MIN_SIZE_TEST 128 INPUT.MAX_SIZE_TEST 160
+    """.split()
+    small += ["OUTPUT_DIR", str(tmp_path)]
+    done = run([*TRAIN_NET, "--config", PAPER, *small], shared_data / "data")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "12  res3.0.conv2" in done.stdout
+    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    losses = [r["total_loss"] for r in records if "total_loss" in r]
+    assert losses
+    assert all(0 < loss < 100 for loss in losses)
+    assert any("segm/AP" in r for r in records)
+    assert "Start inference on 100 batches" in done.stdout
