@@ -127,10 +127,9 @@ def test_moments(shape, memory_format, dtype):
 
 
 @needs_kernels
-@formats
-def test_moments_of_many_chunks(memory_format):
+def test_moments_of_many_chunks():
     # 129 chunks, more than are combined at a time.
-    x = random_map((1, 8, 150, 220, 8), torch.float32, memory_format, mean=2.0)
+    x = random_map((1, 8, 150, 220, 8), torch.float32, torch.channels_last, mean=2.0)
     mean, cov = kernels.moments(x, 8)
     mean64, cov64 = moments64(x, 8)
     assert_near(mean, mean64)
@@ -149,7 +148,7 @@ def test_moments_with_a_large_mean(shape, memory_format):
 
 
 @needs_kernels
-@pytest.mark.parametrize("value", [0.0, 0.1, 1234.567, -3e4])
+@pytest.mark.parametrize("value", [0.0, -1234.567])
 @dtypes
 def test_moments_of_a_constant(value, dtype):
     x = torch.full((2, 16, 17, 19), value, device=DEVICE, dtype=dtype)

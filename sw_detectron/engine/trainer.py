@@ -86,8 +86,16 @@ class Trainer(DefaultTrainer):
             min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
             proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
         )
-        sampler = ResumableTrainingSampler(len(dataset), seed=cfg.SEED if cfg.SEED >= 0 else None)
-        loader = build_detection_train_loader(cfg, dataset=dataset, sampler=sampler)
+        seed = cfg.SEED if cfg.SEED >= 0 else None
+        sampler = ResumableTrainingSampler(len(dataset), seed=seed)
+        # A seed gives the loader a random generator of its own: else starting to load, which
+        # happens on resuming too, would draw a number from the one that the model draws from.
+        loader = build_detection_train_loader(
+            cfg,
+            dataset=dataset,
+            sampler=sampler,
+            seed=None if seed is None else seed + comm.get_rank(),
+        )
         loader.resumable_sampler = sampler
         return loader
 
