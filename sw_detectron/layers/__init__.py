@@ -1,6 +1,6 @@
 """The normalization layer, its mathematics, and its names in Detectron2."""
 
-from .functional import STATISTICS
+from .mixing import STATISTICS
 from .norm_registry import SW_NORMS, register_norm
 from .switch_whiten import SwitchWhiten2d
 

@@ -1,7 +1,7 @@
 """Switchable Whitening as one differentiable function.
 
 Shape shorthand in this module:
-    N: samples;  C: channels;  H, W: height, width;  L = H * W: pixels of a sample
+    N: samples;  C: channels;  H, W: height, width
     g: channel groups;  G = num_pergroup: channels in a group;  C = g * G
     K: number of statistics in the set
 """
@@ -9,12 +9,13 @@ Shape shorthand in this module:
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
-from .moments import batch_moments, instance_moments, layer_moments
+from .composed import composed_switch_whiten
+from .fused import FusedSwitchWhiten
+from .options import Options
 
-STATISTICS = ("bw", "iw", "bn", "in", "ln")
 WHITENING_METHODS = ("newton", "eigh")
 
 
@@ -34,6 +35,7 @@ def switch_whiten(
     eps: float = 1e-5,
     whitening: str = "newton",
     num_iterations: int = 5,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Whiten each sample with a learned mixture of statistics (Eqs. 5 and 6).
 
@@ -56,105 +58,58 @@ def switch_whiten(
         eps: ε > 0.
         whitening: "newton" or "eigh".
         num_iterations: T of Newton's iteration.
+        group: the ranks over which the batch's statistics are taken; None for this rank alone.
 
     Returns:
         (N, C, H, W).
     """
-    if x.numel() == 0:
+    options = Options(
+        tuple(statistics), num_pergroup, momentum, eps, whitening, num_iterations, group
+    )
+    synchronized = group is not None and training and options.of_batch
+    if x.numel() == 0 and not synchronized:
         return _empty_output(x, weight, bias, mean_weight, var_weight)
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        diagonal = not {"bw", "iw"} & set(statistics)
-        omega_mean = mean_weight.to(dtype).softmax(dim=0)
-        omega_cov = omega_mean if var_weight is None else var_weight.to(dtype).softmax(dim=0)
-
-        shape = (x.shape[0], -1, num_pergroup, x.shape[2] * x.shape[3])
-        pixels = x.to(dtype).reshape(shape)
-        mean = cov = batch_mean = batch_cov = None
-        if training or {"iw", "in", "ln"} & set(statistics):
-            mean, cov = instance_moments(pixels, diagonal)
-        if {"bw", "bn"} & set(statistics):
-            if training:
-                batch_mean, batch_cov = batch_moments(mean, cov)
-                update_running(running_mean, running_cov, batch_mean, batch_cov, momentum)
-            else:
-                batch_mean, batch_cov = running_mean[..., 0].to(dtype), running_cov.to(dtype)
-                if diagonal:
-                    batch_cov = batch_cov.diagonal(dim1=-2, dim2=-1)
-        mixed_mean, mixed_cov = mix_statistics(
-            statistics, omega_mean, omega_cov, mean, cov, batch_mean, batch_cov
-        )
-        gamma = None if weight is None else weight.to(dtype).view(-1, num_pergroup)
-        centred = pixels - mixed_mean[..., None]
-        if diagonal:
-            scale = (mixed_cov + eps).rsqrt()
-            y = centred * (scale if gamma is None else scale * gamma)[..., None]
-        else:
-            identity = torch.eye(num_pergroup, dtype=dtype, device=x.device)
-            mixed_cov = mixed_cov + eps * identity
-            if whitening == "newton":
-                matrix = newton_inverse_sqrt(mixed_cov, num_iterations)
-            else:
-                matrix = eigh_inverse_sqrt(mixed_cov, floor=eps)
-            y = (matrix if gamma is None else matrix * gamma[..., None]) @ centred
-        if bias is not None:
-            y = y + bias.to(dtype).view(-1, num_pergroup, 1)
-    y = y.view(x.shape).to(x.dtype)
-    return y.contiguous(memory_format=memory_format(x))
+    running = None
+    if options.of_batch and not training:
+        running = _running_values(running_mean, running_cov, x.dtype, options)
+    arguments = (x, weight, bias, mean_weight, var_weight, running, options)
+    if _needs_plain_operations():
+        with torch.autocast(x.device.type, enabled=False):
+            y, batch_mean, batch_cov = composed_switch_whiten(*arguments)
+        count = x.numel()
+    else:
+        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(*arguments)
+    if batch_mean is not None:
+        _update_running(running_mean, running_cov, batch_mean, batch_cov, count, momentum)
+    return y
 
 
-def mix_statistics(
-    statistics: Sequence[str],
-    omega_mean: Tensor,
-    omega_cov: Tensor,
-    mean: Tensor | None,
-    cov: Tensor | None,
-    batch_mean: Tensor | None,
-    batch_cov: Tensor | None,
+def _needs_plain_operations() -> bool:
+    """Whether someone looks into the computation, whom an opaque function would stop."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _running_values(
+    running_mean: Tensor, running_cov: Tensor, dtype: torch.dtype, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The mixed mean μ̂ and covariance Σ̂, without ε (Eq. 6).
-
-    Args:
-        statistics: the K names.
-        omega_mean, omega_cov: ω and ω', (K,).
-        mean, cov: of each sample, (N, g, G) and (N, g, G, G), or variances (N, g, G).
-        batch_mean, batch_cov: of the batch, the same without N.
-
-    Returns:
-        μ̂ (N, g, G) and Σ̂ (N, g, G, G), or its diagonal (N, g, G) if variances were given.
-        The first dimension is 1 where no statistic of the set depends on the sample.
-    """
-    diagonal = (batch_cov is None or batch_cov.dim() == 2) and (cov is None or cov.dim() == 3)
-
-    def keep_diagonal(matrix: Tensor) -> Tensor:
-        return matrix if diagonal else matrix.diagonal(dim1=-2, dim2=-1).diag_embed()
-
-    mixed_mean: Tensor | float = 0.0
-    mixed_cov: Tensor | float = 0.0
-    for k, name in enumerate(statistics):
-        if name == "bw":
-            mean_k, cov_k = batch_mean[None], batch_cov[None]
-        elif name == "iw":
-            mean_k, cov_k = mean, cov
-        elif name == "bn":
-            mean_k, cov_k = batch_mean[None], keep_diagonal(batch_cov)[None]
-        elif name == "in":
-            mean_k, cov_k = mean, keep_diagonal(cov)
-        else:
-            variance = cov if diagonal else cov.diagonal(dim1=-2, dim2=-1)
-            layer_mean, layer_variance = layer_moments(mean, variance)
-            mean_k = layer_mean.expand_as(mean)
-            cov_k = layer_variance.expand_as(mean)
-            if not diagonal:
-                cov_k = cov_k.diag_embed()
-        mixed_mean = mixed_mean + omega_mean[k] * mean_k
-        mixed_cov = mixed_cov + omega_cov[k] * cov_k
-    return mixed_mean, mixed_cov
+    """The running mean (g, G) and covariance (g, G, G), or its diagonal if that is all it takes."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    mean, cov = running_mean[..., 0].to(dtype), running_cov.to(dtype)
+    return mean, cov.diagonal(dim1=-2, dim2=-1) if options.diagonal else cov
 
 
 @torch.no_grad()
-def update_running(
-    running_mean: Tensor, running_cov: Tensor, mean: Tensor, cov: Tensor, momentum: float
+def _update_running(
+    running_mean: Tensor,
+    running_cov: Tensor,
+    mean: Tensor,
+    cov: Tensor,
+    count: int | Tensor,
+    momentum: float,
 ) -> None:
     """running ← (1 - momentum) running + momentum batch (Algorithm 1, lines 7 and 8).
 
@@ -162,17 +117,13 @@ def update_running(
         running_mean, running_cov: (g, G, 1) and (g, G, G), changed in place.
         mean: (g, G).
         cov: (g, G, G), or variances (g, G): then only the diagonal of `running_cov` changes.
+        count: pixels of the batch; nothing changes if it is 0.
     """
+    if isinstance(count, Tensor):
+        momentum = momentum * (count > 0).to(running_mean.dtype)
     running_mean.lerp_(mean[..., None].to(running_mean.dtype), momentum)
     target = running_cov if cov.dim() == 3 else running_cov.diagonal(dim1=-2, dim2=-1)
     target.lerp_(cov.to(running_cov.dtype), momentum)
-
-
-def memory_format(x: Tensor) -> torch.memory_format:
-    """channels_last if `x` (N, C, H, W) is that and not plainly contiguous, else contiguous."""
-    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
 
 
 def _empty_output(x: Tensor, *parameters: Tensor | None) -> Tensor:

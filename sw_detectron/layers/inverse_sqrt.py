@@ -1,6 +1,7 @@
-"""The inverse square root Σ^(-1/2) of symmetric positive definite matrices, differentiable.
+"""The inverse square root Σ^(-1/2) of symmetric positive definite matrices, and its gradient.
 
-Shapes: every matrix is (..., G, G); leading dimensions are a batch.
+Shapes: every matrix is (..., G, G); leading dimensions are a batch. Gradients with respect to a
+symmetric matrix are symmetric.
 """
 
 import torch
@@ -22,45 +23,53 @@ def newton_inverse_sqrt(cov: Tensor, num_iterations: int) -> Tensor:
     Returns:
         (..., G, G).
     """
-    trace = cov.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
-    y = cov / trace
-    identity = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device)
-    step = 1.5 * identity - 0.5 * y
-    p = step  # P_1, as P_0 = I
-    for _ in range(1, num_iterations):
-        y = y @ step
-        step = 1.5 * identity - 0.5 * (p @ y)
-        p = step @ p
-    return p * trace.rsqrt()
+    trace = _trace(cov)
+    _, root = _newton_iterates(cov / trace, num_iterations)
+    return root * trace.rsqrt()
 
 
-class _EighInverseSqrt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, cov: Tensor, floor: float) -> Tensor:
-        eigenvalues, vectors = torch.linalg.eigh(cov)
-        # Eigenvalues under the rounding error of the largest carry no digits and can even come
-        # out negative. `floor` bounds the exact ones from below.
-        rounding = cov.shape[-1] * torch.finfo(cov.dtype).eps
-        smallest = (eigenvalues[..., -1:] * rounding).clamp(min=floor)
-        roots = eigenvalues.maximum(smallest).sqrt()
-        ctx.save_for_backward(roots, vectors)
-        return (vectors / roots[..., None, :]) @ vectors.mT
+def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int) -> Tensor:
+    """The gradient of `newton_inverse_sqrt` with respect to `cov`.
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # f(λ) = λ^(-1/2) has the divided differences
-        #   (f(λi) - f(λj)) / (λi - λj) = -1 / (√λi √λj (√λi + √λj)),
-        # finite for equal eigenvalues too, where the appendix's 1 / (λi - λj) is not.
-        roots, vectors = ctx.saved_tensors
-        ri, rj = roots[..., :, None], roots[..., None, :]
-        difference = -1 / (ri * rj * (ri + rj))
-        grad = (grad + grad.mT) / 2
-        return vectors @ (difference * (vectors.mT @ grad @ vectors)) @ vectors.mT, None
+    The iterates are computed again rather than kept. Each is a polynomial of Σ_N, hence symmetric:
+    no transpose appears below.
+
+    Args:
+        cov: (B, G, G), as given to `newton_inverse_sqrt`.
+        grad: (B, G, G), of its result.
+        num_iterations: T.
+
+    Returns:
+        (B, G, G), symmetric.
+    """
+    trace = _trace(cov)
+    normalized = cov / trace
+    iterates, root = _newton_iterates(normalized, num_iterations)
+    grad_p = (grad + grad.mT) * (0.5 * trace.rsqrt())
+    grad_trace = -0.5 * (grad_p * root).sum(dim=(-2, -1), keepdim=True) / trace
+    grad_y = None  # Y_T is not used
+    for y, p, step in reversed(iterates):  # P' = M P and Y' = Y M with M = (3 I - P Y) / 2
+        grad_step = grad_p @ p
+        grad_p = step @ grad_p
+        if grad_y is None:
+            grad_y = -0.5 * (p @ grad_step)
+        else:
+            grad_step.baddbmm_(y, grad_y)
+            grad_y = torch.baddbmm(grad_y @ step, p, grad_step, alpha=-0.5)
+        grad_p.baddbmm_(grad_step, y, alpha=-0.5)
+    if grad_y is None:  # T = 1: P_1 = (3 I - Σ_N) / 2
+        grad_normalized = -0.5 * grad_p
+    else:  # and Y_1 = Σ_N P_1
+        grad_p.baddbmm_(normalized, grad_y)
+        grad_normalized = torch.baddbmm(grad_p, grad_y, _first_step(normalized), beta=-0.5)
+    grad_trace -= (grad_normalized * normalized).sum(dim=(-2, -1), keepdim=True) / trace
+    grad_cov = (grad_normalized + grad_normalized.mT) / (2 * trace)
+    grad_cov.diagonal(dim1=-2, dim2=-1).add_(grad_trace[..., 0])
+    return grad_cov
 
 
 def eigh_inverse_sqrt(cov: Tensor, floor: float = 0.0) -> Tensor:
-    """Σ^(-1/2) by eigendecomposition (Eq. 4), exact to rounding; its gradient is exact too.
+    """Σ^(-1/2) by eigendecomposition (Eq. 4), exact to rounding; differentiable any times.
 
     Args:
         cov: (..., G, G), symmetric positive definite.
@@ -70,3 +79,85 @@ def eigh_inverse_sqrt(cov: Tensor, floor: float = 0.0) -> Tensor:
         (..., G, G), symmetric.
     """
     return _EighInverseSqrt.apply(cov, floor)
+
+
+def eigh_inverse_sqrt_forward(cov: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ^(-1/2), and its eigenvalues (..., G) and eigenvectors, for `eigh_inverse_sqrt_backward`."""
+    eigenvalues, vectors = torch.linalg.eigh(cov)
+    # Eigenvalues under the rounding error of the largest carry no digits and can even come out
+    # negative.
+    rounding = cov.shape[-1] * torch.finfo(cov.dtype).eps
+    smallest = (eigenvalues[..., -1:] * rounding).clamp(min=floor)
+    inverse_roots = eigenvalues.maximum(smallest).rsqrt()
+    return (vectors * inverse_roots[..., None, :]) @ vectors.mT, inverse_roots, vectors
+
+
+def eigh_inverse_sqrt_backward(inverse_roots: Tensor, vectors: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `eigh_inverse_sqrt` with respect to `cov`, for equal eigenvalues too.
+
+    The appendix's 1 / (λi - λj) is infinite there. The divided difference of f(λ) = λ^(-1/2) is
+    not:  (f(λi) - f(λj)) / (λi - λj) = -1 / (√λi √λj (√λi + √λj)) = -ri² rj² / (ri + rj)  with
+    the inverse roots r.
+    """
+    ri, rj = inverse_roots[..., :, None], inverse_roots[..., None, :]
+    difference = -(ri.square() * rj.square()) / (ri + rj)
+    grad = (grad + grad.mT) / 2
+    return vectors @ (difference * (vectors.mT @ grad @ vectors)) @ vectors.mT
+
+
+def _trace(cov: Tensor) -> Tensor:
+    return cov.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+
+
+def _first_step(normalized: Tensor) -> Tensor:
+    identity = torch.eye(normalized.shape[-1], dtype=normalized.dtype, device=normalized.device)
+    return 1.5 * identity - 0.5 * normalized
+
+
+def _newton_iterates(
+    normalized: Tensor, num_iterations: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    """(Y_k, P_k, M_k) for k = 1 … T - 1, with the step M_k = (3 I - P_k Y_k) / 2, and P_T."""
+    step = _first_step(normalized)
+    y, p = normalized, step  # Y_0 and P_1, as P_0 = I
+    iterates = []
+    for _ in range(1, num_iterations):
+        y = y @ step
+        step = _first_step(p @ y)
+        iterates.append((y, p, step))
+        p = step @ p
+    return iterates, p
+
+
+class _EighInverseSqrt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, cov: Tensor, floor: float) -> Tensor:
+        root, inverse_roots, vectors = eigh_inverse_sqrt_forward(cov, floor)
+        ctx.save_for_backward(root, inverse_roots, vectors)
+        return root
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        # dW Σ^(1/2) + Σ^(1/2) dW = -W dΣ W for W = Σ^(-1/2): `eigh_inverse_sqrt_backward` in a
+        # form that can be differentiated again.
+        root, inverse_roots, vectors = ctx.saved_tensors
+        grad = (grad + grad.mT) / 2
+        z = _Sylvester.apply(root, root @ grad @ root, inverse_roots, vectors)
+        return -(root @ z @ root), None
+
+
+class _Sylvester(torch.autograd.Function):
+    """Z with W Z + Z W = G, for W symmetric positive definite with known eigenpairs."""
+
+    @staticmethod
+    def forward(ctx, matrix: Tensor, g: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+        z = vectors.mT @ g @ vectors / (eigenvalues[..., :, None] + eigenvalues[..., None, :])
+        z = vectors @ z @ vectors.mT
+        ctx.save_for_backward(matrix, z, eigenvalues, vectors)
+        return z
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        matrix, z, eigenvalues, vectors = ctx.saved_tensors
+        grad_g = _Sylvester.apply(matrix, grad, eigenvalues, vectors)
+        return -(grad_g @ z.mT + z.mT @ grad_g), grad_g, None, None

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .functional import STATISTICS, WHITENING_METHODS, switch_whiten
+from .functional import WHITENING_METHODS, switch_whiten
+from .mixing import STATISTICS
 
 
 class SwitchWhiten2d(nn.Module):

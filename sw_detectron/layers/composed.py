@@ -1,0 +1,71 @@
+"""Switchable Whitening composed of plain, differentiable operations.
+
+For tracing, compiling, torch.func and gradients of gradients, which an autograd function with a
+derivative of its own would stop. Slower than `fused`, and it keeps more.
+"""
+
+import torch
+from torch import Tensor
+
+from .inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
+from .mixing import mix
+from .moments import batch_moments, differentiable_ranks_moments
+from .options import Options
+
+
+def composed_switch_whiten(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean_weight: Tensor,
+    var_weight: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Whiten x; see `functional.switch_whiten`.
+
+    Args:
+        x: (N, C, H, W), not empty.
+        running: mean (g, G) and covariance (g, G, G) or variance (g, G) that take the batch's
+            place; None to take those of the batch.
+
+    Returns:
+        y (N, C, H, W), and the batch's mean and covariance; None if not taken from the batch.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    omega_mean = mean_weight.to(dtype).softmax(dim=0)
+    omega_cov = omega_mean if var_weight is None else var_weight.to(dtype).softmax(dim=0)
+
+    pixels = x.to(dtype).flatten(2).unflatten(1, (-1, options.num_pergroup))  # (N, g, G, L)
+    batch_mean, batch_cov = running or (None, None)
+    mean = cov = None
+    of_this_batch = options.of_batch and running is None
+    if options.of_sample or of_this_batch:
+        mean = pixels.mean(dim=-1)
+        centred = pixels - mean[..., None]
+        if options.diagonal:
+            cov = centred.square().mean(dim=-1)
+        else:
+            cov = centred @ centred.mT / pixels.shape[-1]
+    if of_this_batch:
+        batch_mean, batch_cov = batch_moments(mean, cov)
+        if options.group is not None:
+            count = x.shape[0] * pixels.shape[-1]
+            batch_mean, batch_cov = differentiable_ranks_moments(
+                batch_mean, batch_cov, count, options.group
+            )
+    mixed_mean, mixed_cov = mix(
+        options.statistics, omega_mean, omega_cov, mean, cov, batch_mean, batch_cov, options.eps
+    )
+    centred = pixels - mixed_mean[..., None]
+    if options.diagonal:
+        y = centred * mixed_cov.rsqrt()[..., None]
+    elif options.whitening == "newton":
+        y = newton_inverse_sqrt(mixed_cov, options.num_iterations) @ centred
+    else:
+        y = eigh_inverse_sqrt(mixed_cov, floor=options.eps) @ centred
+    if weight is not None:
+        y = y * weight.to(dtype).view(-1, options.num_pergroup, 1)
+        y = y + bias.to(dtype).view(-1, options.num_pergroup, 1)
+    y = y.reshape(x.shape).to(x.dtype)
+    return y, *((batch_mean, batch_cov) if of_this_batch else (None, None))
