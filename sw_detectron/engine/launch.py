@@ -2,28 +2,69 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
 from detectron2.engine import launch as detectron2_launch
+from detectron2.engine.launch import DEFAULT_TIMEOUT
+from detectron2.utils import comm
 
 from ..errors import UserError
 
+Main = Callable[[argparse.Namespace], object]
 
-def launch(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
-    """Call `main(args)` as the flags of Detectron2's standard parser say.
 
-    A `UserError` ends the program with one line on standard error and status 1.
+def launch(main: Main, args: argparse.Namespace) -> None:
+    """Call `main(args)` in as many processes as the flags of Detectron2's standard parser say, or,
+    started by torchrun, in this one as a member of its group.
+
+    Without a GPU the processes share the CPU's cores and talk through gloo. When one dies, the
+    others are ended. A `UserError` ends the program with one line on standard error and status 1.
     """
-    try:
-        detectron2_launch(
-            main,
-            args.num_gpus,
-            num_machines=args.num_machines,
-            machine_rank=args.machine_rank,
-            dist_url=args.dist_url,
-            args=(args,),
+    if args.num_gpus < 1 or not 0 <= args.machine_rank < args.num_machines:
+        sys.exit(
+            f"{sys.argv[0]}: error: --num-gpus {args.num_gpus} --num-machines {args.num_machines} "
+            f"--machine-rank {args.machine_rank}: need at least one process, and a rank below the "
+            "number of machines"
         )
+    if torch.cuda.is_available() and args.num_gpus > torch.cuda.device_count():
+        sys.exit(
+            f"{sys.argv[0]}: error: --num-gpus {args.num_gpus}: this machine has "
+            f"{torch.cuda.device_count()}"
+        )
+    if dist.is_torchelastic_launched():
+        _join_torchrun()
+        _run(main, args)
+        dist.destroy_process_group()
+        return
+    detectron2_launch(
+        _run,
+        args.num_gpus,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        dist_url=args.dist_url,
+        args=(main, args),
+    )
+
+
+def _run(main: Main, args: argparse.Namespace) -> None:
+    if not torch.cuda.is_available() and comm.get_world_size() > 1:
+        # Each with all cores to itself, the processes would wait for each other's threads.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // comm.get_local_size()))
+    try:
+        main(args)
     except UserError as error:
         logging.shutdown()
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+        sys.exit(f"{sys.argv[0]}: error: {error}" if comm.is_main_process() else 1)
+
+
+def _join_torchrun() -> None:
+    has_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=DEFAULT_TIMEOUT)
+    comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+    if has_gpu:
+        torch.cuda.set_device(comm.get_local_rank())

@@ -10,6 +10,7 @@ from detectron2.data import build_detection_train_loader, get_detection_dataset_
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.evaluation import DatasetEvaluator
+from detectron2.layers import NaiveSyncBatchNorm
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from torch import nn
@@ -72,6 +73,8 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         model = super().build_model(cfg)
+        if cfg.MODEL.DEVICE == "cpu" and comm.get_world_size() > 1:
+            model = _sync_batch_norms_for_cpu(model)
         logger.info(f"SW layers:\n{sw_table(model)}")
         return model
 
@@ -112,3 +115,24 @@ class Trainer(DefaultTrainer):
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
         return OrderedDict((f"{task}_TTA", values) for task, values in results.items())
+
+
+def _sync_batch_norms_for_cpu(module: nn.Module) -> nn.Module:
+    """Put Detectron2's synchronized BN, which runs on CPUs, in the place of torch's, which doesn't.
+
+    Names and shapes in the state dict stay. It is exact where all processes have feature maps of
+    one height and width, and else weighs them by their number of images.
+    """
+    if isinstance(module, nn.SyncBatchNorm):
+        twin = NaiveSyncBatchNorm(
+            module.num_features, module.eps, module.momentum, stats_mode="N"
+        ).train(module.training)
+        twin.load_state_dict(module.state_dict())
+        for name, parameter in twin.named_parameters():
+            parameter.requires_grad_(getattr(module, name).requires_grad)
+        return twin
+    for name, child in module.named_children():
+        twin = _sync_batch_norms_for_cpu(child)
+        if twin is not child:
+            setattr(module, name, twin)
+    return module

@@ -178,7 +178,7 @@ def _views(
     like = x if like is None else like
     n, groups = x.shape[0], x.shape[1] // num_pergroup
     if like.is_contiguous():
-        x = x.contiguous().view(n * groups, num_pergroup, -1)
+        x = x.contiguous().view(n * groups, num_pergroup, x.shape[2] * x.shape[3])
         yield x, lambda small: small.flatten(0, 1)
         return
     pixels = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(1, 2)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .functional import WHITENING_METHODS, switch_whiten
@@ -40,7 +41,10 @@ class SwitchWhiten2d(nn.Module):
         eps: ε > 0, added to the diagonal of the mixed covariance.
         momentum: the share of the current batch in the running statistics.
         affine: learn a scale γ and a shift β per channel.
-        sync: take "bw" and "bn" over the batch of all ranks of `process_group`.
+        sync: take "bw" and "bn" over the batch of all ranks of `process_group` while training:
+            exactly, as if one process had all their pixels, whatever number and size of images
+            each rank has. Every rank must then call the layer the same number of times, and
+            backward through it as often; a rank without data calls it with N = 0.
         process_group: the ranks to synchronize over; None for all of them.
 
     Parameters and buffers: `weight` and `bias` (C,), `sw_mean_weight` and `sw_var_weight` (K,)
@@ -63,7 +67,7 @@ class SwitchWhiten2d(nn.Module):
         momentum: float = 0.1,
         affine: bool = True,
         sync: bool = True,
-        process_group: torch.distributed.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
         if num_pergroup < 1 or num_features < 1 or num_features % num_pergroup:
@@ -144,6 +148,7 @@ class SwitchWhiten2d(nn.Module):
             raise ValueError(
                 f"expected an input of shape (N, {self.num_features}, H, W), got {tuple(x.shape)}"
             )
+        training = self.training and not self.frozen
         return switch_whiten(
             x,
             self.weight,
@@ -154,12 +159,20 @@ class SwitchWhiten2d(nn.Module):
             self.running_cov,
             statistics=self.statistics,
             num_pergroup=self.num_pergroup,
-            training=self.training and not self.frozen,
+            training=training,
             momentum=self.momentum,
             eps=self.eps,
             whitening=self.whitening,
             num_iterations=self.num_iterations,
+            group=self._ranks() if training else None,
         )
+
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """The group to synchronize over; None if this process is alone in it."""
+        if not (self.sync and dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.process_group or dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None
 
     def extra_repr(self) -> str:
         text = f"{self.num_features}, num_pergroup={self.num_pergroup}"

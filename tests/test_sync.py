@@ -1,0 +1,342 @@
+"""Statistics over ranks: several gloo processes against one computation on all samples."""
+
+import copy
+import itertools
+import os
+import pickle
+from datetime import timedelta
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from sw_detectron.layers import STATISTICS, SwitchWhiten2d
+
+CHANNELS, GROUP = 16, 8
+SETS = [("bw", "iw"), STATISTICS, ("bn", "in", "ln"), ("bw",), ("iw", "ln")]
+# What each rank gets: N, H, W. Ranks beyond the list start over. Every sample has more pixels than
+# a group has channels: the reference's torch.linalg.eigh has no gradient for equal eigenvalues.
+BATCHES = {
+    "even": [(2, 4, 5)],
+    "uneven N": [(1, 4, 5), (3, 4, 5), (2, 4, 5), (1, 4, 5)],
+    "uneven size": [(2, 4, 5), (2, 7, 3), (1, 3, 4), (2, 6, 6)],
+    "an empty rank": [(0, 4, 5), (2, 4, 3), (1, 3, 3), (2, 5, 2)],
+    "all empty": [(0, 4, 5)],
+}
+CASES = list(itertools.product(BATCHES, SETS, ("newton", "eigh"), (torch.float64, torch.float32)))
+
+
+def spawn(function, world_size, folder):
+    """Run `function(rank, world_size)` in as many gloo processes; returns what each returned."""
+    mp.spawn(_start, (function, world_size, str(folder)), nprocs=world_size)
+    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(rank, function, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    result = pickle.dumps(function(rank, world_size))
+    with open(f"{folder}/{rank}", "wb") as f:
+        f.write(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_layer(statistics, whitening, dtype):
+    torch.manual_seed(0)
+    layer = SwitchWhiten2d(CHANNELS, GROUP, statistics, whitening).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        layer.running_mean.normal_()
+    return layer
+
+
+def make_batch(rank, shapes, dtype, seed=1):
+    """x and dy of a rank, float64 numbers rounded to `dtype`."""
+    n, h, w = shapes[rank % len(shapes)]
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    x, dy = torch.randn(2, n, CHANNELS, h, w, generator=generator, dtype=torch.float64)
+    return (x + rank).to(dtype), dy.to(dtype)
+
+
+def all_cases(rank, world_size):
+    """Outputs, gradients (of parameters summed over ranks) and buffers of every case."""
+    results = []
+    for batch, statistics, whitening, dtype in CASES:
+        layer = make_layer(statistics, whitening, dtype)
+        x, dy = make_batch(rank, BATCHES[batch], dtype)
+        x.requires_grad_()
+        y = layer(x)
+        y.backward(dy)
+        gradients = {}
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            gradients[name] = parameter.grad
+        results.append((y.detach(), x.grad, gradients, dict(layer.named_buffers())))
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda n: f"{n} ranks")
+def ranks(request, tmp_path_factory):
+    """The results of all cases from every rank."""
+    return spawn(all_cases, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: " ".join(map(str, CASES[i])))
+def test_equals_one_process_with_all_samples(ranks, index):
+    batch, statistics, whitening, dtype = CASES[index]
+    # float32 against float64: a few hundred roundings of 6e-8, amplified by the inverse root.
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-4}[dtype]
+    layer = make_layer(statistics, whitening, dtype).double()
+    inputs = [make_batch(rank, BATCHES[batch], dtype) for rank in range(len(ranks))]
+    samples = [x.double().requires_grad_() for xs, _ in inputs for x in xs]
+    gradients = [dy.double() for _, dys in inputs for dy in dys]
+    results = [result[index] for result in ranks]
+    before = dict(layer.named_buffers())
+
+    def check(actual, expected):
+        scale = expected.abs().max().clamp(min=1) if expected.numel() else 1
+        torch.testing.assert_close(
+            actual.double() / scale, expected / scale, rtol=0, atol=tolerance
+        )
+
+    expected_buffers = {k: v.clone() for k, v in before.items()}
+    if samples:
+        outputs, mean, cov = reference.switch_whiten(
+            samples,
+            *(layer.weight, layer.bias, layer.sw_mean_weight, layer.sw_var_weight),
+            *(layer.statistics, GROUP, whitening),
+        )
+        sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()
+        check(
+            torch.cat([y.flatten() for y, *_ in results]), torch.cat([y.flatten() for y in outputs])
+        )
+        check(
+            torch.cat([dx.flatten() for _, dx, *_ in results]),
+            torch.cat([x.grad.flatten() for x in samples]),
+        )
+        if "bw" in statistics or "bn" in statistics:
+            expected_buffers["running_mean"].lerp_(mean[..., None].detach(), 0.1)
+            if "bw" not in statistics:
+                cov = torch.where(torch.eye(GROUP, dtype=torch.bool), cov, before["running_cov"])
+            expected_buffers["running_cov"].lerp_(cov.detach(), 0.1)
+    for _, _, parameters, buffers in results:
+        for name, parameter in layer.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            check(parameters[name], expected)
+        for name, value in buffers.items():
+            check(value, expected_buffers[name])
+            assert torch.equal(value, results[0][3][name]), "buffers differ between ranks"
+
+
+def make_net():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, CHANNELS, 3),
+        SwitchWhiten2d(CHANNELS, GROUP),
+        nn.ReLU(),
+        nn.Conv2d(CHANNELS, CHANNELS, 3),
+        SwitchWhiten2d(CHANNELS, GROUP, STATISTICS),
+        nn.ReLU(),
+        nn.Conv2d(CHANNELS, 1, 1),
+    ).double()
+
+
+def sgd_batches(world_size):
+    torch.manual_seed(4)
+    return torch.randn(4, 2 * world_size, 3, 9, 8, dtype=torch.float64)
+
+
+def train(net, batches):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for x in batches:
+        optimizer.zero_grad()
+        (net(x) - x.mean(dim=(1, 2, 3), keepdim=True)).square().mean().backward()
+        optimizer.step()
+    return {k.removeprefix("module."): v for k, v in net.state_dict().items()}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+class WithUnusedPart(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def ddp(net, **options):
+    return DistributedDataParallel(net, broadcast_buffers=False, **options)
+
+
+def trainings(rank, world_size):
+    batches = sgd_batches(world_size)[:, 2 * rank : 2 * rank + 2]
+    results = {"plain": train(ddp(make_net()), batches)}
+    results["unused"] = train(
+        ddp(WithUnusedPart(make_net().double()), find_unused_parameters=True), batches
+    )
+    # One step: checkpointing computes the forward pass twice, and so updates the running values
+    # twice, of BN too. Parameters are not concerned.
+    results["checkpoint"] = train(ddp(Checkpointed(make_net())), batches)
+
+    net = ddp(make_net())
+    with net.no_sync():
+        net(batches[0]).square().mean().backward()
+    net(batches[1]).square().mean().backward()
+    results["no_sync"] = {k: p.grad for k, p in net.module.named_parameters()}
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_equals_one_process(world_size, tmp_path):
+    results = spawn(trainings, world_size, tmp_path)
+    batches = sgd_batches(world_size)
+    expected = train(make_net(), batches)
+    net = make_net()
+    for x in batches[:2]:
+        net(x).square().mean().backward()
+    accumulated = {k: p.grad for k, p in net.named_parameters()}
+    for result in results:
+        for key, value in expected.items():
+            torch.testing.assert_close(result["plain"][key], value, rtol=0, atol=1e-10)
+            torch.testing.assert_close(result["unused"][f"net.{key}"], value, rtol=0, atol=1e-10)
+            if "running" not in key:
+                actual = result["checkpoint"][f"net.{key}"]
+                torch.testing.assert_close(actual, value, rtol=0, atol=1e-10)
+        for key, value in accumulated.items():
+            torch.testing.assert_close(result["no_sync"][key], value, rtol=0, atol=1e-10)
+
+
+class Counter:
+    """Counts the collectives and their bytes while it is entered."""
+
+    NAMES = ("all_gather", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor")
+
+    def __enter__(self):
+        self.calls = []
+        self.original = {name: getattr(dist, name) for name in self.NAMES}
+        for name, function in self.original.items():
+            setattr(dist, name, self.counting(name, function))
+        return self
+
+    def counting(self, name, function):
+        def counted(*args, **kwargs):
+            tensor = args[1] if name == "all_gather" else args[0]
+            self.calls.append((name, tensor.numel() * tensor.element_size()))
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_):
+        for name, function in self.original.items():
+            setattr(dist, name, function)
+
+
+def collectives(rank, world_size):
+    """The collectives of the seven layers of ResNet-50, by image size; and those of other sets."""
+    results = {}
+    widths = (64, 64, 128, 128, 256, 256, 256)
+    strides = (2, 4, 8, 8, 16, 16, 16)
+    for size in (64, 128):
+        with Counter() as counter:
+            for width, stride in zip(widths, strides):
+                x = torch.randn(2, width, size // stride, size // stride, requires_grad=True)
+                SwitchWhiten2d(width)(x).sum().backward()
+        results[size] = counter.calls
+    x = torch.randn(2, 64, 4, 4, requires_grad=True)
+    for name, layer in {
+        "eval": SwitchWhiten2d(64).eval(),
+        "frozen": SwitchWhiten2d(64).freeze(),
+        "local": SwitchWhiten2d(64, sync=False),
+        "per sample": SwitchWhiten2d(64, statistics=("iw", "in", "ln")),
+        "all five": SwitchWhiten2d(64, statistics=STATISTICS),
+        "diagonal": SwitchWhiten2d(64, statistics=("bn", "in", "ln")),
+    }.items():
+        with Counter() as counter:
+            layer(x).sum().backward()
+        results[name] = counter.calls
+    return results
+
+
+def test_collectives_are_one_each_way_and_of_fixed_size(tmp_path):
+    for result in spawn(collectives, 2, tmp_path):
+        assert result[64] == result[128]
+        expected = []
+        for width in (64, 64, 128, 128, 256, 256, 256):
+            numbers = width + width * 16  # mean, and covariance in groups of 16
+            expected += [("all_gather", 4 * (numbers + 1)), ("all_reduce", 4 * numbers)]
+        assert result[64] == expected
+        for name in ("eval", "frozen", "local", "per sample"):
+            assert result[name] == [], name
+        assert [name for name, _ in result["all five"]] == ["all_gather", "all_reduce"]
+        assert result["diagonal"] == [("all_gather", 4 * 129), ("all_reduce", 4 * 128)]
+
+
+def large_mean(rank, world_size):
+    torch.manual_seed(0)
+    x = torch.randn(4, CHANNELS, 40, 40, dtype=torch.float64)
+    x = x * torch.linspace(0.5, 2, CHANNELS, dtype=torch.float64).view(1, -1, 1, 1) + 1e3
+    layer = SwitchWhiten2d(CHANNELS, CHANNELS, momentum=1.0)
+    layer((x[:1] if rank == 0 else x[1:]).float())
+    cov = reference.covariance(x.transpose(0, 1).reshape(CHANNELS, -1))[1]
+    return ((layer.running_cov[0] - cov).norm() / cov.norm()).item()
+
+
+def test_a_large_mean_keeps_its_covariance(tmp_path):
+    # float32 holds 1e3 plus noise to 6e-5.
+    assert max(spawn(large_mean, 2, tmp_path)) < 1e-3
+
+
+def subgroups(rank, world_size):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layer = SwitchWhiten2d(CHANNELS, GROUP, process_group=groups[rank // 2]).double()
+    alone = copy.copy(layer)
+    assert alone.process_group is layer.process_group
+    x, _ = make_batch(rank, BATCHES["uneven N"], torch.float64)
+    y = layer(x)
+    return y.detach(), layer.running_cov
+
+
+def test_a_group_of_some_ranks(tmp_path):
+    results = spawn(subgroups, 4, tmp_path)
+    for pair in ((0, 1), (2, 3)):
+        x = torch.cat([make_batch(rank, BATCHES["uneven N"], torch.float64)[0] for rank in pair])
+        layer = SwitchWhiten2d(CHANNELS, GROUP).double()
+        y = torch.cat([results[rank][0] for rank in pair])
+        torch.testing.assert_close(y, layer(x).detach(), rtol=0, atol=1e-10)
+        for rank in pair:
+            torch.testing.assert_close(results[rank][1], layer.running_cov, rtol=0, atol=1e-10)
+
+
+def test_a_single_rank_does_not_communicate(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
+    try:
+        with Counter() as counter:
+            SwitchWhiten2d(CHANNELS)(torch.randn(2, CHANNELS, 3, 3)).sum().backward()
+        assert counter.calls == []
+    finally:
+        dist.destroy_process_group()
+    assert os.environ.get("WORLD_SIZE") is None
