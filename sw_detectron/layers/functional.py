@@ -66,19 +66,27 @@ def switch_whiten(
     options = Options(
         tuple(statistics), num_pergroup, momentum, eps, whitening, num_iterations, group
     )
-    synchronized = group is not None and training and options.of_batch
-    if x.numel() == 0 and not synchronized:
-        return _empty_output(x, weight, bias, mean_weight, var_weight)
     running = None
     if options.of_batch and not training:
         running = _running_values(running_mean, running_cov, x.dtype, options)
-    arguments = (x, weight, bias, mean_weight, var_weight, running, options)
+    parameters = (weight, bias, mean_weight, var_weight)
     if _needs_plain_operations():
         with torch.autocast(x.device.type, enabled=False):
-            y, batch_mean, batch_cov = composed_switch_whiten(*arguments)
-        count = x.numel()
+            y, batch_mean, batch_cov = composed_switch_whiten(x, *parameters, running, options)
+        count = x.shape[0]
+    elif x.numel() > 0:
+        pixels = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(
+            pixels, *parameters, running, options
+        )
+    elif group is not None and training and options.of_batch:
+        # The other ranks wait for this one, in backward too.
+        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(
+            x[:0], *parameters, running, options
+        )
+        y = y.reshape(x.shape)
     else:
-        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(*arguments)
+        return _empty_output(x, *parameters)
     if batch_mean is not None:
         _update_running(running_mean, running_cov, batch_mean, batch_cov, count, momentum)
     return y

@@ -31,7 +31,8 @@ from .options import Options
 class FusedSwitchWhiten(torch.autograd.Function):
     """y = FusedSwitchWhiten.apply(x, weight, bias, mean_weight, var_weight, running, options).
 
-    See `functional.switch_whiten` for the tensors, and `composed` for `running`. Returns y, and
+    See `functional.switch_whiten` for the tensors, and `composed` for `running`; x is contiguous or
+    channels_last, and its samples have pixels, though there may be no sample. Returns y, and
     the batch's mean, covariance and number of pixels, None if they were not taken from the batch;
     the number is a tensor () if it is that of several ranks.
     """
@@ -54,14 +55,13 @@ def _forward(ctx, x, weight, bias, mean_weight, var_weight, running, options: Op
     omega_mean = mean_weight.to(dtype).softmax(dim=0)
     omega_cov = omega_mean if var_weight is None else var_weight.to(dtype).softmax(dim=0)
 
-    pixels = _to_pixels(x)
     batch_mean, batch_cov = running or (None, None)
     mean = cov = count = None
     of_this_batch = options.of_batch and running is None
     if options.of_sample or of_this_batch:
-        mean, cov = passes.moments(pixels, options.num_pergroup, options.diagonal)
+        mean, cov = passes.moments(x, options.num_pergroup, options.diagonal)
     if of_this_batch:
-        batch_mean, batch_cov, count = _batch(pixels, mean, cov, options)
+        batch_mean, batch_cov, count = _batch(x, mean, cov, options)
     if not options.of_sample:
         mean = cov = None
 
@@ -74,15 +74,14 @@ def _forward(ctx, x, weight, bias, mean_weight, var_weight, running, options: Op
     else:
         matrix = _scale_rows(_grouped(weight, dtype, options), root)
         shift = _grouped(bias, dtype, options).expand_as(mixed_mean)
-    y = passes.affine(pixels, mixed_mean, matrix, shift)
+    y = passes.affine(x, mixed_mean, matrix, shift)
 
     ctx.save_for_backward(
-        *(pixels, weight, bias, mean_weight, var_weight),
+        *(x, weight, bias, mean_weight, var_weight),
         *(omega_mean, omega_cov, mean, cov, batch_mean, batch_cov, mixed_mean, root),
         *for_root,
     )
     ctx.options, ctx.count, ctx.of_this_batch = options, count, of_this_batch
-    y = y.view(x.shape) if x.numel() == 0 else y
     if not of_this_batch:
         return y, None, None, None
     ctx.mark_non_differentiable(batch_mean, batch_cov)
@@ -93,12 +92,11 @@ def _forward(ctx, x, weight, bias, mean_weight, var_weight, running, options: Op
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     options: Options = ctx.options
-    pixels, weight, _, mean_weight, var_weight, omega_mean, omega_cov, *rest = ctx.saved_tensors
+    x, weight, _, mean_weight, var_weight, omega_mean, omega_cov, *rest = ctx.saved_tensors
     mean, cov, batch_mean, batch_cov, mixed_mean, root, *for_root = rest
     gamma = None if weight is None else _grouped(weight, root.dtype, options)
-    dy_pixels = dy if dy.numel() else dy.new_empty(pixels.shape)
 
-    product, total = passes.cross_moments(dy_pixels, pixels, mixed_mean, options.diagonal)
+    product, total = passes.cross_moments(dy, x, mixed_mean, options.diagonal)
     grad_weight = grad_bias = None
     if weight is not None:
         axes = 0 if options.diagonal else (0, -1)
@@ -134,7 +132,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         # dx = Aᵀ dy + 2/L dΣ (x - μ) + dμ/L, and the batch's part likewise, around μ̂.
         x_matrix, shift = None, torch.zeros_like(mixed_mean)
         if options.of_sample:
-            scale = 1 / (pixels.shape[2] * pixels.shape[3])
+            scale = 1 / (x.shape[2] * x.shape[3])
             x_matrix = 2 * scale * grad_cov
             shift = scale * grad_mean + _times(x_matrix, mixed_mean - mean)
         if ctx.of_this_batch:
@@ -142,8 +140,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
             batch_matrix = (2 * scale) * grad_batch_cov[None]
             shift = shift + scale * grad_batch_mean + _times(batch_matrix, mixed_mean - batch_mean)
             x_matrix = batch_matrix if x_matrix is None else x_matrix + batch_matrix
-        dx = passes.input_gradient(dy_pixels, pixels, mixed_mean, matrix, x_matrix, shift)
-        dx = dx.view(dy.shape)
+        dx = passes.input_gradient(dy, x, mixed_mean, matrix, x_matrix, shift)
     return dx, grad_weight, grad_bias, grad_mean_weight, grad_var_weight, None, None
 
 
@@ -200,14 +197,6 @@ def _inverse_sqrt_backward(
     return newton_inverse_sqrt_backward(*flat, options.num_iterations).view_as(cov)
 
 
-def _to_pixels(x: Tensor) -> Tensor:
-    """x as the passes take it: contiguous or channels_last, and no sample without pixels."""
-    if x.numel() == 0:
-        return x.new_empty((0, x.shape[1], 1, 1))  # a mean needs one pixel
-    is_channels_last = x.is_contiguous(memory_format=torch.channels_last)
-    return x if is_channels_last else x.contiguous()
-
-
 def _grouped(parameter: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
     return parameter.to(dtype).view(-1, options.num_pergroup)
 
@@ -219,7 +208,7 @@ def _scale_rows(scale: Tensor, matrix: Tensor) -> Tensor:
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
     if matrix.dim() == vector.dim():
         return matrix * vector
-    return (matrix @ vector[..., None]).squeeze(-1)
+    return (matrix * vector[..., None, :]).sum(dim=-1)
 
 
 def _transposed_times(matrix: Tensor, vector: Tensor) -> Tensor:

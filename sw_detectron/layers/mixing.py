@@ -57,7 +57,7 @@ def mix(
         if name != "ln":
             variance_k = cov_k if diagonal else _diagonal(cov_k)
         mixed_variance = mixed_variance + omega_cov[k] * variance_k
-    if mixed_mean.shape[-1] == 1:  # {"ln"} alone
+    if tuple(statistics) == ("ln",):
         mixed_mean = mixed_mean.expand_as(mean)
         mixed_variance = mixed_variance.expand_as(mean)
     mixed_variance = mixed_variance + eps

@@ -102,10 +102,11 @@ def _combine(weights: Tensor, means: Tensor, covs: Tensor) -> tuple[Tensor, Tens
         means: (M, g, G).
         covs: (M, g, G, G), or variances (M, g, G).
     """
-    mean = torch.tensordot(weights, means, dims=1)
+    # Sums of products, written out: matrix products are rounded to tf32 where a user allows it.
+    weights = weights.view(-1, 1, 1)
+    mean = (weights * means).sum(dim=0)
     offsets = means - mean
-    within = torch.tensordot(weights, covs, dims=1)
     if covs.dim() == means.dim():
-        return mean, within + torch.tensordot(weights, offsets.square(), dims=1)
-    rows = offsets.movedim(0, -1)  # (g, G, M)
-    return mean, torch.baddbmm(within, rows * weights, rows.mT)
+        return mean, (weights * (covs + offsets.square())).sum(dim=0)
+    between = offsets[..., :, None] * offsets[..., None, :]
+    return mean, (weights[..., None] * (covs + between)).sum(dim=0)

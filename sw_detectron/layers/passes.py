@@ -204,4 +204,4 @@ def _per_channel(small: Tensor) -> Tensor:
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector[..., None]).squeeze(-1)
+    return (matrix * vector[..., None, :]).sum(dim=-1)
