@@ -28,7 +28,7 @@ from fvcore.nn import FlopCountAnalysis
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -62,6 +62,8 @@ SHAPE_SETS = {
 }
 MODELS = ("resnet50", "mask_rcnn")
 MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
+
+_PLAIN = "SW_DETECTRON_PLAIN"  # the environment variable
 
 # A measurement repeats a run until it lasts about this long, well above a clock's noise.
 _SHORTEST_MS = 2.0
@@ -175,11 +177,12 @@ def _milliseconds(run: Run, repeats: int, device: torch.device) -> float:
     """
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)
-        begin.record()
+        begin.record(stream)
         for _ in range(repeats):
             run()
-        end.record()
+        end.record(stream)
         torch.cuda.synchronize(device)
         return begin.elapsed_time(end) / repeats
     begin = time.perf_counter()
@@ -309,6 +312,8 @@ def benchmark_layers(
         UserError: the arguments do not fit each other.
     """
     _check_rounds(rounds, warmup)
+    for shape in shapes:  # a mistake shows before anything is timed
+        _layers(torch.empty(shape, device="meta"), statistics, whitenings, num_pergroup)
     results = []
     for shape in shapes:
         for memory_format in memory_formats:
@@ -387,10 +392,11 @@ class _LayerRun:
         self.layer, self.x, self.dy = layer, x, dy
 
     def __call__(self) -> Tensor:
+        if self.dy is not None:
+            self.clear_gradients()
         with plain_path(isinstance(self.layer, PlainPath)):
             y = self.layer(self.x)
             if self.dy is not None:
-                self.clear_gradients()
                 y.backward(self.dy)
         return y
 
@@ -402,15 +408,16 @@ class _LayerRun:
 @contextmanager
 def plain_path(plain: bool) -> Iterator[None]:
     """Keep SW from its Triton kernels, if `plain`."""
-    if not plain:
-        yield
-        return
-    before = os.environ.get("SW_DETECTRON_PLAIN", "")
-    os.environ["SW_DETECTRON_PLAIN"] = "1"
+    before = os.environ.get(_PLAIN)
+    if plain:
+        os.environ[_PLAIN] = "1"
     try:
         yield
     finally:
-        os.environ["SW_DETECTRON_PLAIN"] = before
+        if before is not None:
+            os.environ[_PLAIN] = before
+        elif plain:
+            del os.environ[_PLAIN]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -580,7 +587,7 @@ def _grow(
     return Growth(variable, regime, sizes, operations, expected)
 
 
-def count_operations(N: int, C: int, G: int, HW: int) -> float:  # noqa: N803
+def count_operations(N: int, C: int, G: int, HW: int) -> float:
     """Multiply-adds of the matrix products in a forward pass of the layer {bw, iw}, by Newton.
 
     fvcore traces the layer, which then runs as plain operations. Work on single values, O(N C HW),
@@ -625,6 +632,8 @@ def parse_shapes(text: str, batch: int) -> list[Shape]:
             names = ", ".join(SHAPE_SETS)
             raise UserError(f"shape {part!r} is neither one of {names} nor like 8x64x56x56")
         shapes.append(tuple(map(int, part.split("x"))))
+        if shapes[-1][2:] == (1, 1):
+            raise UserError(f"shape {part!r} has one pixel, which InstanceNorm cannot take")
     return shapes
 
 
@@ -632,12 +641,15 @@ def parse_size(text: str) -> tuple[int, int]:
     """Height and width from "800x1216", or from "224" for a square.
 
     Raises:
-        UserError: it is not like that.
+        UserError: it is not like that, or too small for the networks.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", text):
         raise UserError(f"size {text!r} is neither like 224 nor like 800x1216")
     height, *width = map(int, text.split("x"))
-    return height, *(width or [height])
+    size = height, *(width or [height])
+    if min(size) < 64:
+        raise UserError(f"size {text!r}: the networks want at least 64 pixels a side")
+    return size
 
 
 def parse_statistics(text: str) -> tuple[str, ...]:
@@ -796,6 +808,7 @@ def ratio_figure(results: Sequence[Result]) -> Figure:
         _plot_bars(axes, timings, cases, styles)
         axes.set_title(f"{what}, {memory_format}", fontsize=11)
         axes.set_ylabel(f"time / time of {BASELINE}")
+    _scale_ratios(axes, [t for r in results if r.contender != BASELINE for t in r.timings.values()])
     handles = [Patch(label=name, **style) for name, style in styles.items()]
     columns = min(len(names), max(1, int(figure.get_figwidth() / 1.9)))
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
@@ -803,7 +816,7 @@ def ratio_figure(results: Sequence[Result]) -> Figure:
 
 
 def _bar_styles(names: Sequence[str]) -> dict[str, dict]:
-    """A colour for each layer or set of statistics, hatched for eigh and pale for the plain path."""
+    """A colour for each layer or set of statistics; hatched: eigh; pale: without Triton."""
     families = list(dict.fromkeys(name.split()[0] for name in names))
     return {
         name: {
@@ -843,22 +856,26 @@ def _plot_bars(
                 fontsize=8,
             )
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_yscale("log")
-    low = min(min(t.ratio_low for t in timings.values()), 0.9)
-    high = max(max(t.ratio_high for t in timings.values()), 1.5)
-    # Room for the numbers above the bars. Panels share their limits, so they only widen.
-    previous_low, previous_high = axes.get_ylim() if axes.get_autoscaley_on() is False else (1, 1)
-    span = (high / low) ** 0.22
-    axes.set_ylim(min(previous_low, low / 1.05), max(previous_high, high * max(span, 1.2)))
-    ticks = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xticks(range(len(cases)), cases)
     axes.set_xlim(-0.5, len(cases) - 0.5)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _scale_ratios(axes: Axes, timings: Sequence[Timing]) -> None:
+    """A logarithmic axis, which panels share, with room for the numbers above the bars."""
+    low = min(0.9, *(timing.ratio_low for timing in timings))
+    high = max(1.2, *(timing.ratio_high for timing in timings))
+    axes.set_yscale("log")
+    axes.set_ylim(low / 1.05, high * (high / low) ** 0.25)
+    few = high / low < 4
+    powers = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
+    axes.yaxis.set_major_locator(
+        MaxNLocator(8, steps=(1, 2, 5, 10)) if few else FixedLocator(powers)
+    )
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def growth_figure(growths: Sequence[Growth]) -> Figure:

@@ -13,3 +13,9 @@ def shared_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"the shared test data is not at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder for generated data sets, shared by the tests of a session."""
+    return tmp_path_factory.mktemp("datasets")

@@ -31,12 +31,6 @@ TINY = """
 """.split()
 
 
-@pytest.fixture(scope="session")
-def datasets(tmp_path_factory):
-    """A folder for generated data sets, shared by the tests of a session."""
-    return tmp_path_factory.mktemp("datasets")
-
-
 def environment(datasets):
     return os.environ | {"DETECTRON2_DATASETS": str(datasets), "OMP_NUM_THREADS": "2"}
 

@@ -84,10 +84,14 @@ def memory_formats(args: argparse.Namespace) -> list[str]:
 def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
+    output = Path(args.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)  # before hours of work, not after
+    except OSError as error:
+        raise UserError(f"--output {args.output}: {error.strerror}") from None
     results = args.run(args)
     growing = args.run is flops
     print(benchmark.growth_table(results) if growing else benchmark.results_table(results))
-    output = Path(args.output)
     machine = benchmark.describe_machine(benchmark.find_device(args.device))
     settings = {key: value for key, value in vars(args).items() if key != "run"}
     benchmark.write_results(output, args.benchmark, results, settings, machine)

@@ -33,7 +33,7 @@ SPLIT_SIZES = {"train": 800, "val": 100}
 
 _CORNERS = {"circle": 64, "square": 4, "triangle": 3, "star": 10}
 _STAR_INNER_RADIUS = 0.45  # of the outer radius
-_RADIUS_RANGE = (0.10, 0.22)  # of the image side; circumscribed circle
+_RADIUS_RANGE = (0.13, 0.25)  # of the image side; circumscribed circle
 _MAX_SHAPES = 4
 _PLACEMENT_TRIES = 20
 _MIN_VISIBLE = 0.6  # part of each shape that later shapes must leave visible

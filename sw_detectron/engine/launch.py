@@ -11,6 +11,7 @@ import torch.distributed as dist
 from detectron2.engine import launch as detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
+from torch.multiprocessing import ProcessExitedException
 
 from ..errors import UserError
 
@@ -24,42 +25,47 @@ def launch(main: Main, args: argparse.Namespace) -> None:
     Without a GPU the processes share the CPU's cores and talk through gloo. When one dies, the
     others are ended. A `UserError` ends the program with one line on standard error and status 1.
     """
-    if args.num_gpus < 1 or not 0 <= args.machine_rank < args.num_machines:
-        sys.exit(
-            f"{sys.argv[0]}: error: --num-gpus {args.num_gpus} --num-machines {args.num_machines} "
-            f"--machine-rank {args.machine_rank}: need at least one process, and a rank below the "
-            "number of machines"
-        )
-    if torch.cuda.is_available() and args.num_gpus > torch.cuda.device_count():
-        sys.exit(
-            f"{sys.argv[0]}: error: --num-gpus {args.num_gpus}: this machine has "
-            f"{torch.cuda.device_count()}"
-        )
     if dist.is_torchelastic_launched():
         _join_torchrun()
         _run(main, args)
         dist.destroy_process_group()
         return
-    detectron2_launch(
-        _run,
-        args.num_gpus,
-        num_machines=args.num_machines,
-        machine_rank=args.machine_rank,
-        dist_url=args.dist_url,
-        args=(main, args),
-    )
+    available = torch.cuda.device_count() if torch.cuda.is_available() else args.num_gpus
+    if not 1 <= args.num_gpus <= available:
+        _exit(f"--num-gpus {args.num_gpus}: this machine has {available}")
+    if not 0 <= args.machine_rank < args.num_machines:
+        _exit(f"--machine-rank {args.machine_rank} must lie below --num-machines")
+    try:
+        detectron2_launch(
+            _run,
+            args.num_gpus,
+            num_machines=args.num_machines,
+            machine_rank=args.machine_rank,
+            dist_url=args.dist_url,
+            args=(main, args),
+        )
+    except ProcessExitedException as error:
+        if error.exit_code == 1:
+            sys.exit(1)  # it has said why
+        how = error.signal_name or f"exit code {error.exit_code}"
+        _exit(f"process {error.error_index} ended with {how}; the others were stopped")
 
 
 def _run(main: Main, args: argparse.Namespace) -> None:
     if not torch.cuda.is_available() and comm.get_world_size() > 1:
         # Each with all cores to itself, the processes would wait for each other's threads.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // comm.get_local_size()))
+        torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))
     try:
         main(args)
     except UserError as error:
-        logging.shutdown()
-        sys.exit(f"{sys.argv[0]}: error: {error}" if comm.is_main_process() else 1)
+        if comm.get_local_rank() == 0:
+            _exit(str(error))
+        sys.exit(1)
+
+
+def _exit(message: str) -> None:
+    logging.shutdown()
+    sys.exit(f"{sys.argv[0]}: error: {message}")
 
 
 def _join_torchrun() -> None:

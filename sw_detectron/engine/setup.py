@@ -30,6 +30,13 @@ def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
         conflict_handler="resolve",  # our --config-file replaces the parent's
     )
     parser.add_argument(
+        "--num-gpus",
+        type=int,
+        default=1,
+        metavar="K",
+        help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
+    )
+    parser.add_argument(
         "--config",
         "--config-file",
         dest="config_file",

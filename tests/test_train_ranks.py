@@ -1,0 +1,100 @@
+"""The training command in several processes, on CPUs."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.layers import NaiveSyncBatchNorm
+from test_train_net import SHAPES, TINY, TRAIN_NET, environment, run
+from torch import nn
+
+from sw_detectron.engine.trainer import _sync_batch_norms_for_cpu
+
+# All anchors and no random flip: the losses of the proposal network do not depend on chance, and
+# are divided by the same number in one process as in two.
+DETERMINISTIC = """
+    SOLVER.IMS_PER_BATCH 4 SOLVER.MAX_ITER 1 DATASETS.TEST ()
+    MODEL.RPN.BATCH_SIZE_PER_IMAGE 1000000 INPUT.RANDOM_FLIP none
+""".split()
+
+
+def losses(folder):
+    return json.loads((folder / "metrics.json").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("launcher", ["--num-gpus", "torchrun"])
+def test_first_loss_of_two_processes_equals_that_of_one(datasets, tmp_path, launcher):
+    arguments = ["--config", SHAPES, *TINY, *DETERMINISTIC, "OUTPUT_DIR"]
+    one = run([*TRAIN_NET, *arguments, str(tmp_path / "one")], datasets)
+    assert one.returncode == 0, one.stderr[-2000:]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", "2", TRAIN_NET[1]]
+    else:
+        command = [*TRAIN_NET, "--num-gpus", "2", "--dist-url", "auto"]
+    two = run([*command, *arguments, str(tmp_path / "two")], datasets)
+    assert two.returncode == 0, two.stderr[-2000:]
+    assert "World size: 2" in two.stdout
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    for key in ("loss_rpn_cls", "loss_rpn_loc"):
+        # float32 sums in another order, through 20 layers
+        assert two[key] == pytest.approx(one[key], rel=1e-4), key
+    # The heads' losses are means over each process's own proposals.
+    assert two["total_loss"] == pytest.approx(one["total_loss"], rel=0.1)
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_process_ends_the_others(datasets, tmp_path):
+    command = [*TRAIN_NET, "--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto", *TINY]
+    command += ["DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        parent = subprocess.Popen(
+            command, env=environment(datasets), cwd=datasets, stdout=stream, stderr=stream
+        )
+    deadline = time.monotonic() + 240
+    while "iter: 19" not in log.read_text():
+        assert parent.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    is_rank = lambda pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()  # noqa: E731
+    ranks = [pid for pid in children(parent.pid) if is_rank(pid)]
+    assert len(ranks) == 2
+    killed = time.monotonic()
+    subprocess.run(["kill", "-9", str(ranks[1])], check=True)
+    assert parent.wait(timeout=60) == 1
+    assert time.monotonic() - killed < 60
+    last = log.read_text().strip().splitlines()[-1]
+    assert "ended with SIGKILL" in last, last
+    assert not Path(f"/proc/{ranks[0]}").exists()
+
+
+def test_mistakes_are_one_line_in_several_processes_too(datasets, tmp_path):
+    arguments = ["--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto"]
+    failed = run([*TRAIN_NET, *arguments, "MODEL.WEIGHTS", "nowhere.pth"], datasets)
+    assert failed.returncode == 1
+    errors = [line for line in failed.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert "nowhere.pth" in errors[0]
+    assert "Traceback" not in failed.stderr
+
+
+def test_batch_norms_that_run_on_cpus_keep_names_values_and_flags():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.SyncBatchNorm(4, eps=1e-3)))
+    bn = net[1][0]
+    nn.init.normal_(bn.weight)
+    bn.running_mean.normal_()
+    bn.bias.requires_grad_(False)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    twin = _sync_batch_norms_for_cpu(net)[1][0]
+    assert type(twin) is NaiveSyncBatchNorm
+    assert (twin.eps, twin.bias.requires_grad, twin.weight.requires_grad) == (1e-3, False, True)
+    assert list(net.state_dict()) == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
