@@ -52,7 +52,7 @@ def test_layer_equals_float64(statistics, whitening, dtype, memory_format):
         if dtype != torch.float64:
             layer.float()
         x, dy = (correlated(3, 48, 17, 13, seed=s).to(dtype) for s in (1, 2))
-        x64 = x.double().requires_grad_()
+        x64 = x.double().clone().requires_grad_()
         expected = exact(x64)
         expected.backward(dy.double())
         x = x.cuda().contiguous(memory_format=memory_format).requires_grad_()

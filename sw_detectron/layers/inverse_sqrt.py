@@ -24,8 +24,8 @@ def newton_inverse_sqrt(cov: Tensor, num_iterations: int) -> Tensor:
         (..., G, G).
     """
     trace = _trace(cov)
-    _, root = _newton_iterates(cov / trace, num_iterations)
-    return root * trace.rsqrt()
+    _, root = _newton_iterates((cov / trace).flatten(0, -3), num_iterations)
+    return root.view_as(cov) * trace.rsqrt()
 
 
 def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int) -> Tensor:
@@ -60,8 +60,9 @@ def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int)
     if grad_y is None:  # T = 1: P_1 = (3 I - Σ_N) / 2
         grad_normalized = -0.5 * grad_p
     else:  # and Y_1 = Σ_N P_1
+        _, first_step, _ = iterates[0]  # M_0 = P_1
         grad_p.baddbmm_(normalized, grad_y)
-        grad_normalized = torch.baddbmm(grad_p, grad_y, _first_step(normalized), beta=-0.5)
+        grad_normalized = torch.baddbmm(grad_p, grad_y, first_step, beta=-0.5)
     grad_trace -= (grad_normalized * normalized).sum(dim=(-2, -1), keepdim=True) / trace
     grad_cov = (grad_normalized + grad_normalized.mT) / (2 * trace)
     grad_cov.diagonal(dim1=-2, dim2=-1).add_(grad_trace[..., 0])
@@ -109,21 +110,22 @@ def _trace(cov: Tensor) -> Tensor:
     return cov.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
 
 
-def _first_step(normalized: Tensor) -> Tensor:
-    identity = torch.eye(normalized.shape[-1], dtype=normalized.dtype, device=normalized.device)
-    return 1.5 * identity - 0.5 * normalized
-
-
 def _newton_iterates(
     normalized: Tensor, num_iterations: int
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """(Y_k, P_k, M_k) for k = 1 … T - 1, with the step M_k = (3 I - P_k Y_k) / 2, and P_T."""
-    step = _first_step(normalized)
+    """(Y_k, P_k, M_k) for k = 1 … T - 1, with the step M_k = (3 I - P_k Y_k) / 2, and P_T.
+
+    Args:
+        normalized: Σ_N, (B, G, G).
+    """
+    size = normalized.shape[-1]
+    identity = 1.5 * torch.eye(size, dtype=normalized.dtype, device=normalized.device)
+    step = identity - 0.5 * normalized
     y, p = normalized, step  # Y_0 and P_1, as P_0 = I
     iterates = []
     for _ in range(1, num_iterations):
         y = y @ step
-        step = _first_step(p @ y)
+        step = torch.baddbmm(identity, p, y, alpha=-0.5)
         iterates.append((y, p, step))
         p = step @ p
     return iterates, p

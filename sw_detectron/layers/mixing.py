@@ -20,7 +20,7 @@ OF_SAMPLE = frozenset({"iw", "in", "ln"})
 
 
 def mix(
-    statistics: Sequence[str],
+    names: Sequence[str],
     omega_mean: Tensor,
     omega_cov: Tensor,
     mean: Tensor | None,
@@ -32,7 +32,7 @@ def mix(
     """μ̂ = Σ_k ω_k μ_k and Σ̂ = Σ_k ω'_k Σ_k + ε I (Eq. 6).
 
     Args:
-        statistics: the K names.
+        names: of the K statistics.
         omega_mean, omega_cov: ω and ω', (K,).
         mean, cov: of the samples, (N, g, G) and (N, g, G, G) or diagonal; None if not in the set.
         batch_mean, batch_cov: of the batch, (g, G) and (g, G, G) or diagonal; None likewise.
@@ -41,107 +41,106 @@ def mix(
     Returns:
         μ̂ (N, g, G) and Σ̂ (N, g, G, G) or diagonal.
     """
-    diagonal = not WHITENING & set(statistics)
-    mixed_mean = mixed_cov = mixed_variance = 0.0
-    for k, name in enumerate(statistics):
+    diagonal = not WHITENING & set(names)
+    means, covs, variances = [], [], []
+    for name, weight_mean, weight_cov in zip(names, omega_mean.unbind(), omega_cov.unbind()):
         if name == "ln":
             mean_k, variance_k = layer_moments(mean, cov if diagonal else _diagonal(cov))
-        elif name in OF_BATCH:
-            mean_k, cov_k = batch_mean[None], batch_cov[None]
+            mean_k, variance_k = mean_k.expand_as(mean), variance_k.expand_as(mean)
+            variances.append((weight_cov, variance_k))
         else:
-            mean_k, cov_k = mean, cov
-        mixed_mean = mixed_mean + omega_mean[k] * mean_k
-        if name in WHITENING:
-            mixed_cov = mixed_cov + omega_cov[k] * cov_k
-            continue
-        if name != "ln":
-            variance_k = cov_k if diagonal else _diagonal(cov_k)
-        mixed_variance = mixed_variance + omega_cov[k] * variance_k
-    if tuple(statistics) == ("ln",):
-        mixed_mean = mixed_mean.expand_as(mean)
-        mixed_variance = mixed_variance.expand_as(mean)
-    mixed_variance = mixed_variance + eps
+            of_batch = name in OF_BATCH
+            mean_k, cov_k = (batch_mean[None], batch_cov[None]) if of_batch else (mean, cov)
+            if name in WHITENING:
+                covs.append((weight_cov, cov_k))
+            else:
+                variances.append((weight_cov, cov_k if diagonal else _diagonal(cov_k)))
+        means.append((weight_mean, mean_k))
+    mixed_mean = _weighted_sum(means)
     if diagonal:
-        return mixed_mean, mixed_variance
-    if isinstance(mixed_variance, float):
-        identity = torch.eye(mixed_cov.shape[-1], dtype=mixed_cov.dtype, device=mixed_cov.device)
-        return mixed_mean, mixed_cov + mixed_variance * identity
-    variance = mixed_variance.expand(*mixed_variance.shape[:-1], mixed_cov.shape[-1])
-    return mixed_mean, mixed_cov + variance.diag_embed()
+        return mixed_mean, _weighted_sum(variances) + eps
+    mixed_cov = _weighted_sum(covs)
+    if variances:
+        return mixed_mean, mixed_cov + (_weighted_sum(variances) + eps).diag_embed()
+    identity = torch.eye(mixed_cov.shape[-1], dtype=mixed_cov.dtype, device=mixed_cov.device)
+    return mixed_mean, mixed_cov.add(identity, alpha=eps)
+
+
+def _weighted_sum(terms: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ weight · value, with weights of shape ()."""
+    (weight, value), *rest = terms
+    result = weight * value
+    for weight, value in rest:
+        result = torch.addcmul(result, weight, value)
+    return result
 
 
 def mix_backward(
-    statistics: Sequence[str],
+    names: Sequence[str],
     omega_mean: Tensor,
     omega_cov: Tensor,
-    mean: Tensor | None,
-    cov: Tensor | None,
-    batch_mean: Tensor | None,
-    batch_cov: Tensor | None,
+    statistics: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     grad_mean: Tensor,
     grad_cov: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of `mix` with respect to ω, ω' and to the means and covariances.
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
+    """The gradients of `mix` with respect to ω, ω' and the statistics.
 
     Args:
+        statistics: mean, cov, batch_mean, batch_cov, as given to `mix`.
         grad_mean, grad_cov: of μ̂ and Σ̂, in their shapes; grad_cov is symmetric.
 
     Returns:
-        (K,), (K,), and gradients in the shapes of mean, cov, batch_mean and batch_cov; None for
-        those that are None.
+        (K,), (K,), and the gradients of the four statistics, as the type that they came in; None
+        for those that are None.
     """
-    diagonal = not WHITENING & set(statistics)
-    position = {name: k for k, name in enumerate(statistics)}
-    grad_omega_mean, grad_omega_cov = torch.zeros_like(omega_mean), torch.zeros_like(omega_cov)
+    diagonal = not WHITENING & set(names)
+    weights = dict(zip(names, zip(omega_mean.unbind(), omega_cov.unbind())))
+    mean, cov, batch_mean, batch_cov = statistics
+    grad_omegas: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def accumulate(names: tuple[str, str], mean, cov, grad_mean, grad_cov):
-        """Handle a whitening statistic and its standardizing twin."""
-        full, twin = (position.get(name) for name in names)
-        chosen = [k for k in (full, twin) if k is not None]
-        if not chosen:
-            return None, None
-        for k in chosen:
-            grad_omega_mean[k] = (grad_mean * mean).sum()
-        to_mean = sum(omega_mean[k] for k in chosen) * grad_mean
-        if diagonal:
-            grad_omega_cov[twin] = (grad_cov * cov).sum()
-            return to_mean, omega_cov[twin] * grad_cov
-        to_cov = torch.zeros_like(grad_cov) if full is None else omega_cov[full] * grad_cov
-        if full is not None:
-            grad_omega_cov[full] = (grad_cov * cov).sum()
-        if twin is not None:
-            grad_variance = _diagonal(grad_cov)
-            grad_omega_cov[twin] = (grad_variance * _diagonal(cov)).sum()
-            _diagonal(to_cov).add_(omega_cov[twin] * grad_variance)
+    def through(full: str, twin: str, mean, cov, grad_mean, grad_cov):
+        """A whitening statistic and its standardizing twin: the same mean, and cov's diagonal."""
+        to_mean, to_cov = 0.0, None
+        for name in (full, twin):
+            if name not in weights:
+                continue
+            weight_mean, weight_cov = weights[name]
+            to_mean = weight_mean * grad_mean + to_mean
+            if diagonal or name == full:
+                grad_omega_cov = (grad_cov * cov).sum()
+                to_cov = weight_cov * grad_cov
+            else:
+                grad_variance = _diagonal(grad_cov)
+                grad_omega_cov = (grad_variance * _diagonal(cov)).sum()
+                to_cov = torch.zeros_like(grad_cov) if to_cov is None else to_cov
+                _diagonal(to_cov).add_(weight_cov * grad_variance)
+            grad_omegas[name] = ((grad_mean * mean).sum(), grad_omega_cov)
         return to_mean, to_cov
 
-    to_batch = (None, None)
-    if batch_mean is not None:
-        to_batch = accumulate(
-            ("bw", "bn"), batch_mean, batch_cov, grad_mean.sum(dim=0), grad_cov.sum(dim=0)
-        )
-    to_mean, to_cov = None, None
-    if mean is not None:
-        to_mean, to_cov = accumulate(("iw", "in"), mean, cov, grad_mean, grad_cov)
-    if "ln" in position:
-        k = position["ln"]
-        variance = cov if diagonal else _diagonal(cov)
+    to_mean = to_cov = to_batch_mean = to_batch_cov = None
+    if OF_BATCH & set(names):
+        summed = (grad_mean.sum(dim=0), grad_cov.sum(dim=0))
+        to_batch_mean, to_batch_cov = through("bw", "bn", batch_mean, batch_cov, *summed)
+    if {"iw", "in"} & set(names):
+        to_mean, to_cov = through("iw", "in", mean, cov, grad_mean, grad_cov)
+    if "ln" in names:
+        variance, grad_variance = (t if diagonal else _diagonal(t) for t in (cov, grad_cov))
         layer_mean, layer_variance = layer_moments(mean, variance)
         grad_layer_mean = grad_mean.sum(dim=(1, 2), keepdim=True)
-        grad_variance = grad_cov if diagonal else _diagonal(grad_cov)
         grad_layer_variance = grad_variance.sum(dim=(1, 2), keepdim=True)
-        grad_omega_mean[k] = (grad_layer_mean * layer_mean).sum()
-        grad_omega_cov[k] = (grad_layer_variance * layer_variance).sum()
-        channels = mean.shape[1] * mean.shape[2]
-        grad_layer_variance = omega_cov[k] / channels * grad_layer_variance
-        from_ln = omega_mean[k] / channels * grad_layer_mean + 2 * grad_layer_variance * (
-            mean - layer_mean
+        grad_omegas["ln"] = (
+            (grad_layer_mean * layer_mean).sum(),
+            (grad_layer_variance * layer_variance).sum(),
         )
+        weight_mean, weight_cov = weights["ln"]
+        channels = mean.shape[1] * mean.shape[2]
+        to_variance = weight_cov / channels * grad_layer_variance
+        from_ln = weight_mean / channels * grad_layer_mean + 2 * to_variance * (mean - layer_mean)
         to_mean = from_ln if to_mean is None else to_mean + from_ln
-        if to_cov is None:
-            to_cov = torch.zeros_like(cov)
-        (to_cov if diagonal else _diagonal(to_cov)).add_(grad_layer_variance)
-    return grad_omega_mean, grad_omega_cov, to_mean, to_cov, *to_batch
+        to_cov = torch.zeros_like(cov) if to_cov is None else to_cov
+        (to_cov if diagonal else _diagonal(to_cov)).add_(to_variance)
+    grads = (torch.stack(grad) for grad in zip(*(grad_omegas[name] for name in names)))
+    return *grads, type(statistics)(to_mean, to_cov, to_batch_mean, to_batch_cov)
 
 
 def layer_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def batch_moments(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         mean (g, G) and covariance (g, G, G), or variance (g, G).
     """
-    weights = mean.new_full((mean.shape[0],), 1 / mean.shape[0])
+    weights = mean.new_full((mean.shape[0], 1, 1), 1 / mean.shape[0])
     return _combine(weights, mean, cov)
 
 
@@ -52,7 +52,7 @@ def ranks_moments(
     dist.all_gather(gathered, packed, group=group)
     counts, means, covs = torch.stack(gathered).split([1, mean.numel(), cov.numel()], dim=1)
     total = counts.sum()
-    weights = counts[:, 0] / total.clamp(min=1)
+    weights = counts[..., None] / total.clamp(min=1)
     mean, cov = _combine(weights, means.view(-1, *mean.shape), covs.view(-1, *cov.shape))
     return mean, cov, total
 
@@ -98,12 +98,11 @@ def _combine(weights: Tensor, means: Tensor, covs: Tensor) -> tuple[Tensor, Tens
     """Moments of a union of pixel sets: the covariance within them plus that of their means.
 
     Args:
-        weights: (M,), each set's share of the pixels.
+        weights: (M, 1, 1), each set's share of the pixels.
         means: (M, g, G).
         covs: (M, g, G, G), or variances (M, g, G).
     """
     # Sums of products, written out: matrix products are rounded to tf32 where a user allows it.
-    weights = weights.view(-1, 1, 1)
     mean = (weights * means).sum(dim=0)
     offsets = means - mean
     if covs.dim() == means.dim():
