@@ -1,9 +1,9 @@
 # make demo    train, evaluate and draw on the generated data set; everything is set up first
-# make test    run the tests
+# make test    run the tests, in two processes; PYTEST_ARGS=… for pytest's own arguments
 # make setup   only make or renew .venv
 # make lint    check formatting and lint
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

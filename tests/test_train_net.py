@@ -32,7 +32,7 @@ TINY = """
 
 
 def environment(datasets):
-    return os.environ | {"DETECTRON2_DATASETS": str(datasets), "OMP_NUM_THREADS": "2"}
+    return os.environ | {"DETECTRON2_DATASETS": str(datasets), "OMP_NUM_THREADS": "1"}
 
 
 def run(command, datasets, **kwargs):

@@ -33,6 +33,9 @@ SPLIT_SIZES = {"train": 800, "val": 100}
 
 _CORNERS = {"circle": 64, "square": 4, "triangle": 3, "star": 10}
 _STAR_INNER_RADIUS = 0.45  # of the outer radius
+_UPRIGHT = {"circle": 0.0, "square": -np.pi / 4, "triangle": -np.pi / 2, "star": -np.pi / 2}
+"""Angle of the first corner, in radians from the image's x axis towards its y axis, downwards."""
+_LARGEST_TILT = 0.35  # radians
 _RADIUS_RANGE = (0.13, 0.25)  # of the image side; circumscribed circle
 _MAX_SHAPES = 4
 _PLACEMENT_TRIES = 20
@@ -238,7 +241,8 @@ def _place_shape(rng: np.random.Generator, below: list[_Shape], size: int) -> _S
         class_index = int(rng.integers(len(CLASS_NAMES)))
         radius = rng.uniform(*_RADIUS_RANGE) * size
         centre = rng.uniform(radius, size - radius, 2)
-        outline = _outline(CLASS_NAMES[class_index], radius, rng.uniform(0, 2 * np.pi)) + centre
+        tilt = rng.uniform(-_LARGEST_TILT, _LARGEST_TILT)
+        outline = _outline(CLASS_NAMES[class_index], radius, tilt) + centre
         mask = _rasterize(outline, size)
         left_visible = [shape.visible & ~mask for shape in below]
         if all(
@@ -251,13 +255,13 @@ def _place_shape(rng: np.random.Generator, below: list[_Shape], size: int) -> _S
     return None
 
 
-def _outline(class_name: str, radius: float, rotation: float) -> np.ndarray:
-    """Corners (N, 2) in pixels around the origin; `radius` in pixels, `rotation` in radians."""
+def _outline(class_name: str, radius: float, tilt: float) -> np.ndarray:
+    """Corners (N, 2) in pixels around the origin; `radius` in pixels, `tilt` in radians."""
     corners = _CORNERS[class_name]
     radii = np.full(corners, radius)
     if class_name == "star":
         radii[1::2] *= _STAR_INNER_RADIUS
-    angles = rotation + 2 * np.pi * np.arange(corners) / corners
+    angles = _UPRIGHT[class_name] + tilt + 2 * np.pi * np.arange(corners) / corners
     return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
 
 

@@ -62,6 +62,11 @@ class Trainer(DefaultTrainer):
         if self._sampler is not None:
             self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
 
+    def train(self) -> OrderedDict | None:
+        """Train; returns the results of the last evaluation, on the main process."""
+        super().train()
+        return getattr(self, "_last_eval_results", None)
+
     def build_hooks(self) -> list:
         hooks = super().build_hooks()
         # Before the writers, which come last and on the main process only.
