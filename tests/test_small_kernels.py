@@ -144,7 +144,7 @@ def test_transform_with_other_numbers_of_iterations(num_iterations):
 @needs_kernels
 def test_transform_of_many_channels():
     # More channels than are taken at a time for the layer's moments.
-    compare_transforms((("iw", "ln"), (1, 17, 64), True, False), num_iterations=2)
+    compare_transforms((("iw", "ln"), (1, 17, 64), False, False), num_iterations=2)
 
 
 def compare_transforms(case, num_iterations=5):
@@ -265,7 +265,8 @@ def test_update_running(groups, group_size, count, momentum):
     running = running_mean, running_cov
     count = torch.tensor(count, device=DEVICE) if isinstance(count, float) else count
     exact = running_mean.double(), running_cov.double()
-    functional._update_running(*exact, mean.double(), cov.double(), count, momentum)
+    if count != 0:
+        functional._update_running(*exact, mean.double(), cov.double(), count, momentum)
     before = [t.clone() for t in running]
     versions = [t._version for t in running]
     small_kernels.update_running(*running, mean, cov, count, momentum)

@@ -45,28 +45,28 @@ def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int)
     trace = _trace(cov)
     normalized = cov / trace
     iterates, root = _newton_iterates(normalized, num_iterations)
-    grad_p = (grad + grad.mT) * (0.5 * trace.rsqrt())
-    grad_trace = -0.5 * (grad_p * root).sum(dim=(-2, -1), keepdim=True) / trace
+    grad_p = (grad + grad.mT).mul_(0.5 * trace.rsqrt())
+    grad_trace = -0.5 * (grad_p * root).sum(dim=(-2, -1), keepdim=True)
     grad_y = None  # Y_T is not used
     for y, p, step in reversed(iterates):  # P' = M P and Y' = Y M with M = (3 I - P Y) / 2
-        grad_step = grad_p @ p
-        grad_p = step @ grad_p
+        grad_step = torch.bmm(grad_p, p)
+        grad_p = torch.bmm(step, grad_p)
         if grad_y is None:
-            grad_y = -0.5 * (p @ grad_step)
+            grad_y = torch.bmm(p, grad_step).mul_(-0.5)
         else:
             grad_step.baddbmm_(y, grad_y)
-            grad_y = torch.baddbmm(grad_y @ step, p, grad_step, alpha=-0.5)
+            grad_y = torch.bmm(grad_y, step).baddbmm_(p, grad_step, alpha=-0.5)
         grad_p.baddbmm_(grad_step, y, alpha=-0.5)
     if grad_y is None:  # T = 1: P_1 = (3 I - Σ_N) / 2
         grad_normalized = -0.5 * grad_p
     else:  # and Y_1 = Σ_N P_1
         _, first_step, _ = iterates[0]  # M_0 = P_1
         grad_p.baddbmm_(normalized, grad_y)
-        grad_normalized = torch.baddbmm(grad_p, grad_y, first_step, beta=-0.5)
-    grad_trace -= (grad_normalized * normalized).sum(dim=(-2, -1), keepdim=True) / trace
-    grad_cov = (grad_normalized + grad_normalized.mT) / (2 * trace)
+        grad_normalized = grad_p.baddbmm_(grad_y, first_step, beta=-0.5)
+    grad_trace -= (grad_normalized * normalized).sum(dim=(-2, -1), keepdim=True)
+    grad_cov = (grad_normalized + grad_normalized.mT).mul_(0.5)
     grad_cov.diagonal(dim1=-2, dim2=-1).add_(grad_trace[..., 0])
-    return grad_cov
+    return grad_cov.div_(trace)
 
 
 def eigh_inverse_sqrt(cov: Tensor, floor: float = 0.0) -> Tensor:
@@ -124,10 +124,10 @@ def _newton_iterates(
     y, p = normalized, step  # Y_0 and P_1, as P_0 = I
     iterates = []
     for _ in range(1, num_iterations):
-        y = y @ step
+        y = torch.bmm(y, step)
         step = torch.baddbmm(identity, p, y, alpha=-0.5)
         iterates.append((y, p, step))
-        p = step @ p
+        p = torch.bmm(step, p)
     return iterates, p
 
 

@@ -100,21 +100,22 @@ def mix_backward(
 
     def through(full: str, twin: str, mean, cov, grad_mean, grad_cov):
         """A whitening statistic and its standardizing twin: the same mean, and cov's diagonal."""
-        to_mean, to_cov = 0.0, None
+        to_mean = to_cov = None
+        grad_omega_mean = _inner(grad_mean, mean)
         for name in (full, twin):
             if name not in weights:
                 continue
             weight_mean, weight_cov = weights[name]
-            to_mean = weight_mean * grad_mean + to_mean
+            part = weight_mean * grad_mean
+            to_mean = part if to_mean is None else to_mean + part
             if diagonal or name == full:
-                grad_omega_cov = (grad_cov * cov).sum()
+                grad_omegas[name] = (grad_omega_mean, _inner(grad_cov, cov))
                 to_cov = weight_cov * grad_cov
             else:
                 grad_variance = _diagonal(grad_cov)
-                grad_omega_cov = (grad_variance * _diagonal(cov)).sum()
+                grad_omegas[name] = (grad_omega_mean, _inner(grad_variance, _diagonal(cov)))
                 to_cov = torch.zeros_like(grad_cov) if to_cov is None else to_cov
                 _diagonal(to_cov).add_(weight_cov * grad_variance)
-            grad_omegas[name] = ((grad_mean * mean).sum(), grad_omega_cov)
         return to_mean, to_cov
 
     to_mean = to_cov = to_batch_mean = to_batch_cov = None
@@ -129,8 +130,8 @@ def mix_backward(
         grad_layer_mean = grad_mean.sum(dim=(1, 2), keepdim=True)
         grad_layer_variance = grad_variance.sum(dim=(1, 2), keepdim=True)
         grad_omegas["ln"] = (
-            (grad_layer_mean * layer_mean).sum(),
-            (grad_layer_variance * layer_variance).sum(),
+            _inner(grad_layer_mean, layer_mean),
+            _inner(grad_layer_variance, layer_variance),
         )
         weight_mean, weight_cov = weights["ln"]
         channels = mean.shape[1] * mean.shape[2]
@@ -158,3 +159,7 @@ def layer_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 def _diagonal(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.reshape(-1), b.reshape(-1))

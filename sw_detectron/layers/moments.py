@@ -25,8 +25,12 @@ def batch_moments(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         mean (g, G) and covariance (g, G, G), or variance (g, G).
     """
-    weights = mean.new_full((mean.shape[0], 1, 1), 1 / mean.shape[0])
-    return _combine(weights, mean, cov)
+    batch_mean = mean.mean(dim=0)
+    offsets = mean - batch_mean
+    if cov.dim() == mean.dim():
+        return batch_mean, (cov + offsets.square()).mean(dim=0)
+    between = (offsets[..., :, None] * offsets[..., None, :]).add_(cov)
+    return batch_mean, between.mean(dim=0)
 
 
 def ranks_moments(

@@ -139,13 +139,13 @@ def input_gradient(
 
 def _view_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> None:
     """Moments of pixels (B, G, L) into mean (B, G) and cov (B, G, G)."""
-    # Two passes, the second over centred pixels: E[xx] - E[x]E[x] loses all digits where the mean
-    # is large.
-    batch, group, length = pixels.shape
     torch.mean(pixels, dim=-1, out=mean)
-    per_piece = _PIECE if pixels.device.type == "cpu" else pixels.numel()
-    step = max(1, per_piece // (group * length))
-    width = length if step > 1 else min(length, max(1, per_piece // group))
+    if pixels.device.type == "cpu" and _uncentred_moments(pixels, mean, cov):
+        return
+    batch, group, length = pixels.shape
+    largest = _PIECE if pixels.device.type == "cpu" else pixels.numel()
+    step = min(batch, max(1, largest // (group * length)))
+    width = length if step > 1 else min(length, max(1, largest // group))
     # Laid out as the pixels are, for copying row by row.
     channels_first = pixels.stride(-1) == 1
     shape = (step, group, width) if channels_first else (step, width, group)
@@ -163,6 +163,19 @@ def _view_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> None:
             else:
                 out.baddbmm_(centred, centred.mT)
     cov.div_(length)
+
+
+def _uncentred_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> bool:
+    """Covariance as E[xx] - E[x]E[x], which reads the pixels once less than centring them.
+
+    The difference loses as many digits as E[xx] is larger than the variance. Returns whether it
+    lost at most one for every channel, as is usual of features; if not, cov is not to be used.
+    (Looking at the numbers costs nothing on a CPU, but would stop a GPU.)
+    """
+    torch.baddbmm(cov, pixels, pixels.mT, beta=0, alpha=1 / pixels.shape[-1], out=cov)
+    cov.addcmul_(mean[..., None], mean[..., None, :], value=-1)
+    variance = cov.diagonal(dim1=-2, dim2=-1)
+    return torch.sub(mean.square(), variance, alpha=9).max().item() <= 0
 
 
 def _views(
