@@ -37,7 +37,7 @@ def environment(datasets):
 
 def run(command, datasets, **kwargs):
     return subprocess.run(
-        command, env=environment(datasets), cwd=datasets, capture_output=True, text=True, **kwargs
+        command, env=environment(datasets), capture_output=True, text=True, **kwargs
     )
 
 
@@ -169,22 +169,20 @@ def same(a, b, path=""):
         assert a == b, path
 
 
-def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
-    """SIGKILL at a random moment, twice; the end equals that of an uninterrupted run."""
-    arguments = [*TINY, "SOLVER.MAX_ITER", "12", "SOLVER.CHECKPOINT_PERIOD", "2"]
-    arguments += ["SOLVER.STEPS", "(7,)", "SOLVER.WARMUP_ITERS", "3", "DATASETS.TEST", "()"]
-    command = [*TRAIN_NET, "--config", SHAPES, "--resume", *arguments, "OUTPUT_DIR"]
+def check_killed_run_resumes_to_the_same_result(arguments, datasets, tmp_path, kills):
+    """SIGKILL at a random moment after given numbers of checkpoints; the end is as without."""
+    command = [*TRAIN_NET, "--resume", *arguments, "DATASETS.TEST", "()", "OUTPUT_DIR"]
     whole = run([*command, str(tmp_path / "whole")], datasets)
     assert whole.returncode == 0, whole.stderr[-2000:]
     assert "training from scratch" in whole.stdout
 
     generator = random.Random(0)
     cut = tmp_path / "cut"
-    for checkpoints in (1, 3):
+    for checkpoints in kills:
         process = subprocess.Popen(
             [*command, str(cut)],
             env=environment(datasets),
-            cwd=datasets,
+            cwd=tmp_path,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -200,12 +198,33 @@ def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
     rest = run([*command, str(cut)], datasets)
     assert rest.returncode == 0, rest.stderr[-2000:]
     expected = torch.load(tmp_path / "whole/model_final.pth")
-    actual = torch.load(cut / "model_final.pth")
-    same(actual, expected)
-    assert expected["iteration"] == 11
+    same(torch.load(cut / "model_final.pth"), expected)
     assert "backbone.bottom_up.stem.conv1.norm.sw_var_weight" in expected["model"]
+    return expected, cut
+
+
+def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
+    schedule = "SOLVER.MAX_ITER 12 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.STEPS (7,)".split()
+    arguments = ["--config", SHAPES, *TINY, *schedule, "SOLVER.WARMUP_ITERS", "3"]
+    expected, cut = check_killed_run_resumes_to_the_same_result(
+        arguments, datasets, tmp_path, kills=(1, 3)
+    )
+    assert expected["iteration"] == 11
+    base_lr = load_config(SHAPES, []).SOLVER.BASE_LR
     lr = [json.loads(line)["lr"] for line in (cut / "metrics.json").read_text().splitlines()][-1]
-    assert lr == pytest.approx(0.002)
+    assert lr == pytest.approx(base_lr / 10)
+
+
+def test_killed_run_on_real_images_resumes_to_the_same_result(shared_data, tmp_path):
+    """The 2x config itself, with size and length overridden, and the data read in order."""
+    arguments = """
+        SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 5 SOLVER.CHECKPOINT_PERIOD 1 SEED 3
+        INPUT.MIN_SIZE_TRAIN (64,) INPUT.MAX_SIZE_TRAIN 96 MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 8
+        DATALOADER.NUM_WORKERS 0 DATALOADER.ASPECT_RATIO_GROUPING False
+    """.split()
+    check_killed_run_resumes_to_the_same_result(
+        ["--config", PAPER, *arguments], shared_data / "data", tmp_path, kills=(2,)
+    )
 
 
 def test_training_records_importance_ratios_and_evaluates(datasets, tmp_path):
