@@ -17,5 +17,5 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory):
-    """A folder for generated data sets, shared by the tests of a session."""
+    """A folder for generated data sets, shared by all tests of a run."""
     return tmp_path_factory.mktemp("datasets")
