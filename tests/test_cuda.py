@@ -19,9 +19,10 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(params=["kernels", "plain"])
+@pytest.fixture(params=["kernels", "small kernels too", "plain"])
 def path(request, monkeypatch):
     monkeypatch.setenv("SW_DETECTRON_PLAIN", str(int(request.param == "plain")))
+    monkeypatch.setenv("SW_DETECTRON_SMALL_KERNELS", str(int("small" in request.param)))
 
 
 def close(actual, expected, tolerance, name):

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import small_kernels
 from .composed import composed_switch_whiten
 from .fused import FusedSwitchWhiten
 from .options import Options
+from .whitening import takes_small_kernels
 
 WHITENING_METHODS = ("newton", "eigh")
 
@@ -70,7 +72,8 @@ def switch_whiten(
     if options.of_batch and not training:
         running = _running_values(running_mean, running_cov, x.dtype, options)
     parameters = (weight, bias, mean_weight, var_weight)
-    if _needs_plain_operations():
+    plain = _needs_plain_operations()
+    if plain:
         with torch.autocast(x.device.type, enabled=False):
             y, batch_mean, batch_cov = composed_switch_whiten(x, *parameters, running, options)
         count = x.shape[0]
@@ -88,7 +91,10 @@ def switch_whiten(
     else:
         return _empty_output(x, *parameters)
     if batch_mean is not None:
-        _update_running(running_mean, running_cov, batch_mean, batch_cov, count, momentum)
+        tensors = (running_mean, running_cov, batch_mean, batch_cov)
+        by_kernels = not plain and takes_small_kernels(options, *tensors)
+        update = small_kernels.update_running if by_kernels else _update_running
+        update(*tensors, count, momentum)
     return y
 
 

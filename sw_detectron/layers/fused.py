@@ -15,7 +15,7 @@ In a set without "bw" and "iw" every matrix is diagonal and is held as its diago
 import torch
 from torch import Tensor
 
-from . import passes
+from . import passes, small_kernels
 from .composed import composed_switch_whiten
 from .moments import batch_moments, ranks_moments, reduce_gradients
 from .options import Options
@@ -23,6 +23,7 @@ from .whitening import (
     Parameters,
     Statistics,
     input_coefficients,
+    takes_small_kernels,
     whitening_transform,
     whitening_transform_backward,
 )
@@ -91,7 +92,9 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = None
     if ctx.needs_input_grad[0]:
         length = x.shape[2] * x.shape[3]
-        x_matrix, shift = input_coefficients(grad_statistics, statistics, center, length, ctx.count)
+        x_matrix, shift = input_coefficients(
+            grad_statistics, statistics, center, length, ctx.count, options
+        )
         dx = passes.input_gradient(dy, x, center, matrix, x_matrix, shift)
     grads = (None if g is None else g.to(p.dtype) for g, p in zip(grad_parameters, parameters))
     return dx, *grads, None, None
@@ -123,7 +126,8 @@ def _batch(
     """Mean, covariance and number of the batch's pixels, on all ranks if synchronized."""
     count = x.shape[0] * x.shape[2] * x.shape[3]
     if count:
-        mean, cov = batch_moments(mean, cov)
+        by_kernels = takes_small_kernels(options, mean, cov)
+        mean, cov = (small_kernels.batch_moments if by_kernels else batch_moments)(mean, cov)
     else:
         mean, cov = mean.new_zeros(mean.shape[1:]), cov.new_zeros(cov.shape[1:])
     if options.group is None:

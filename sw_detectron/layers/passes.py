@@ -139,6 +139,8 @@ def input_gradient(
 
 def _view_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> None:
     """Moments of pixels (B, G, L) into mean (B, G) and cov (B, G, G)."""
+    if not pixels.numel():
+        return
     torch.mean(pixels, dim=-1, out=mean)
     if pixels.device.type == "cpu" and _uncentred_moments(pixels, mean, cov):
         return

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, small_kernels
 from .inverse_sqrt import (
     eigh_inverse_sqrt_backward,
     eigh_inverse_sqrt_forward,
@@ -67,6 +67,10 @@ def whitening_transform(
     statistics: Statistics, parameters: Parameters, dtype: torch.dtype, options: Options
 ) -> Transform:
     """Mix the statistics, and whiten with the mixture (Eqs. 5 and 6)."""
+    if _by_small_kernels(statistics, parameters, options):
+        return Transform(
+            *small_kernels.whitening_transform(*statistics, *parameters, *_for_kernels(options))
+        )
     omegas = _omegas(parameters, dtype)
     center, cov = mix(options.statistics, *omegas, *statistics, options.eps)
     root, saved = _inverse_sqrt(cov, options)
@@ -95,6 +99,12 @@ def whitening_transform_backward(
     Returns:
         The gradients of the parameters and of the statistics, and A.
     """
+    if _by_small_kernels(statistics, parameters, options):
+        weight, _, *lambdas = parameters
+        grad_parameters, grad_statistics, matrix = small_kernels.whitening_transform_backward(
+            product, total, saved, *statistics, weight, *lambdas, *_for_kernels(options)
+        )
+        return Parameters(*grad_parameters), Statistics(*grad_statistics), matrix
     root, *for_root = saved
     omegas = _omegas(parameters, root.dtype)
     grad_weight = grad_bias = None
@@ -126,6 +136,7 @@ def input_coefficients(
     center: Tensor,
     length: int,
     count: int | Tensor | None,
+    options: Options,
 ) -> tuple[Tensor | None, Tensor]:
     """S and t of the part of dx that goes through the statistics, S (x - μ̂) + t.
 
@@ -141,6 +152,10 @@ def input_coefficients(
     Returns:
         S (N, g, G, G), None if it is zero, and t (N, g, G).
     """
+    if takes_small_kernels(options, center, *gradients):
+        return small_kernels.input_coefficients(
+            *gradients, statistics.mean, statistics.batch_mean, center, length, count
+        )
     parts = []
     if gradients.mean is not None:
         parts.append((gradients.mean, gradients.cov, statistics.mean, 1 / length))
@@ -155,6 +170,20 @@ def input_coefficients(
         matrix = part if matrix is None else matrix + part
         shift = offset if shift is None else shift + offset
     return matrix, torch.zeros_like(center) if shift is None else shift
+
+
+def takes_small_kernels(options: Options, *tensors: Tensor | None) -> bool:
+    return small_kernels.supported(
+        options.statistics, options.whitening, options.num_pergroup, *tensors
+    )
+
+
+def _by_small_kernels(statistics: Statistics, parameters: Parameters, options: Options) -> bool:
+    return takes_small_kernels(options, *parameters, *statistics)
+
+
+def _for_kernels(options: Options) -> tuple[tuple[str, ...], float, int]:
+    return options.statistics, options.eps, options.num_iterations
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
