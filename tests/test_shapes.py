@@ -87,7 +87,7 @@ def test_annotations_agree_with_their_masks(coco):
         assert annotation["area"] == mask.sum()
         x, y, width, height = cv2.boundingRect(mask)
         assert annotation["bbox"] == [x, y, width, height]
-        assert 12 <= max(width, height) <= 58
+        assert 12 <= max(width, height) <= 66  # twice the largest radius, and a pixel on each side
         assert annotation["iscrowd"] == 0
 
 

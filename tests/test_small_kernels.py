@@ -246,7 +246,12 @@ def test_input_coefficients(shape, count, of_sample):
         *gradients, statistics.mean, statistics.batch_mean, center, 5, count
     )
     exact_matrix, exact_shift = whitening.input_coefficients(
-        double(gradients), double(statistics), center.double(), 5, count
+        double(gradients),
+        double(statistics),
+        center.double(),
+        5,
+        count,
+        make_options(STATISTICS, shape[-1]),
     )
     assert_near(matrix, exact_matrix, "matrix")
     assert_near(shift, exact_shift, "shift")
