@@ -41,7 +41,6 @@ class Trainer(DefaultTrainer):
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
-        self._sampler = None
         data_loader = self.build_train_loader(cfg)
         self._sampler = getattr(data_loader, "resumable_sampler", None)
         device_ids = {} if cfg.MODEL.DEVICE != "cpu" else {"device_ids": None}
