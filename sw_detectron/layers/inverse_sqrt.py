@@ -24,15 +24,26 @@ def newton_inverse_sqrt(cov: Tensor, num_iterations: int) -> Tensor:
         (..., G, G).
     """
     trace = _trace(cov)
-    _, root = _newton_iterates((cov / trace).flatten(0, -3), num_iterations)
-    return root.view_as(cov) * trace.rsqrt()
+    normalized = (cov / trace).flatten(0, -3)
+    identity = _three_halves(normalized)
+    p = torch.sub(identity, normalized, alpha=0.5)  # P_1, as P_0 = I
+    y = torch.bmm(normalized, p)
+    for k in range(1, num_iterations):
+        # Not baddbmm: it would first write the identity to every matrix.
+        step = torch.sub(identity, torch.bmm(p, y), alpha=0.5)
+        if k < num_iterations - 1:  # the last Y is not used
+            y = torch.bmm(y, step)
+        p = torch.bmm(step, p)
+    return p.view_as(cov) * trace.rsqrt()
 
 
 def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int) -> Tensor:
     """The gradient of `newton_inverse_sqrt` with respect to `cov`.
 
-    The iterates are computed again rather than kept. Each is a polynomial of Σ_N, hence symmetric:
-    no transpose appears below.
+    P_T is a polynomial of the symmetric Σ_N, and the derivative of such a function is its own
+    adjoint: the gradient is the change of P_T in the direction of the (symmetric) gradient that
+    comes in. So the iteration runs once more, each matrix along with its change d·, and nothing
+    of the forward pass is kept.
 
     Args:
         cov: (B, G, G), as given to `newton_inverse_sqrt`.
@@ -44,28 +55,22 @@ def newton_inverse_sqrt_backward(cov: Tensor, grad: Tensor, num_iterations: int)
     """
     trace = _trace(cov)
     normalized = cov / trace
-    iterates, root = _newton_iterates(normalized, num_iterations)
-    grad_p = (grad + grad.mT).mul_(0.5 * trace.rsqrt())
-    grad_trace = -0.5 * (grad_p * root).sum(dim=(-2, -1), keepdim=True)
-    grad_y = None  # Y_T is not used
-    for y, p, step in reversed(iterates):  # P' = M P and Y' = Y M with M = (3 I - P Y) / 2
-        grad_step = torch.bmm(grad_p, p)
-        grad_p = torch.bmm(step, grad_p)
-        if grad_y is None:
-            grad_y = torch.bmm(p, grad_step).mul_(-0.5)
-        else:
-            grad_step.baddbmm_(y, grad_y)
-            grad_y = torch.bmm(grad_y, step).baddbmm_(p, grad_step, alpha=-0.5)
-        grad_p.baddbmm_(grad_step, y, alpha=-0.5)
-    if grad_y is None:  # T = 1: P_1 = (3 I - Σ_N) / 2
-        grad_normalized = -0.5 * grad_p
-    else:  # and Y_1 = Σ_N P_1
-        _, first_step, _ = iterates[0]  # M_0 = P_1
-        grad_p.baddbmm_(normalized, grad_y)
-        grad_normalized = grad_p.baddbmm_(grad_y, first_step, beta=-0.5)
-    grad_trace -= (grad_normalized * normalized).sum(dim=(-2, -1), keepdim=True)
-    grad_cov = (grad_normalized + grad_normalized.mT).mul_(0.5)
-    grad_cov.diagonal(dim1=-2, dim2=-1).add_(grad_trace[..., 0])
+    direction = (grad + grad.mT).mul_(0.5 * trace.rsqrt())
+    identity = _three_halves(normalized)
+    p, dp = torch.sub(identity, normalized, alpha=0.5), direction * -0.5
+    y, dy = torch.bmm(normalized, p), torch.bmm(direction, p).baddbmm_(normalized, dp)
+    for k in range(1, num_iterations):
+        step = torch.sub(identity, torch.bmm(p, y), alpha=0.5)
+        dstep = torch.bmm(dp, y).baddbmm_(p, dy).mul_(-0.5)
+        if k < num_iterations - 1:
+            dy = torch.bmm(dy, step).baddbmm_(y, dstep)
+            y = torch.bmm(y, step)
+        dp = torch.bmm(step, dp).baddbmm_(dstep, p)
+        p = torch.bmm(step, p)
+    # Σ_N = Σ / tr Σ, and the result is P_T / sqrt(tr Σ).
+    grad_trace = (direction * p).mul_(-0.5).sub_(dp * normalized).sum(dim=(-2, -1))
+    grad_cov = (dp + dp.mT).mul_(0.5)  # symmetric but for rounding
+    grad_cov.diagonal(dim1=-2, dim2=-1).add_(grad_trace[:, None])
     return grad_cov.div_(trace)
 
 
@@ -110,25 +115,9 @@ def _trace(cov: Tensor) -> Tensor:
     return cov.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
 
 
-def _newton_iterates(
-    normalized: Tensor, num_iterations: int
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """(Y_k, P_k, M_k) for k = 1 … T - 1, with the step M_k = (3 I - P_k Y_k) / 2, and P_T.
-
-    Args:
-        normalized: Σ_N, (B, G, G).
-    """
-    size = normalized.shape[-1]
-    identity = 1.5 * torch.eye(size, dtype=normalized.dtype, device=normalized.device)
-    step = identity - 0.5 * normalized
-    y, p = normalized, step  # Y_0 and P_1, as P_0 = I
-    iterates = []
-    for _ in range(1, num_iterations):
-        y = torch.bmm(y, step)
-        step = torch.baddbmm(identity, p, y, alpha=-0.5)
-        iterates.append((y, p, step))
-        p = torch.bmm(step, p)
-    return iterates, p
+def _three_halves(like: Tensor) -> Tensor:
+    """1.5 I, (G, G)."""
+    return 1.5 * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 class _EighInverseSqrt(torch.autograd.Function):

@@ -10,7 +10,7 @@ given as (N, g, G). A first dimension of 1 stands for N equal ones. On a GPU the
 Triton kernels of `kernels`; the code here serves all other cases.
 """
 
-from collections.abc import Callable, Iterator
+import math
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from . import kernels
 # Centred pixels are made and consumed piece by piece, of a size (in values) that stays in a
 # core's cache: 1 MB of float32.
 _PIECE = 1 << 18
+
+# In channels_last, the columns of one matrix product: groups are taken together up to this number,
+# as one block-diagonal matrix. The zeros cost less than columns too few for a core's registers.
+_COLUMNS = 32
 
 
 def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -39,11 +43,10 @@ def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tenso
     if diagonal:
         variance, mean = torch.var_mean(x, dim=(2, 3), correction=0)
         return mean.unflatten(1, (-1, num_pergroup)), variance.unflatten(1, (-1, num_pergroup))
-    shape = (x.shape[0], x.shape[1] // num_pergroup, num_pergroup)
-    mean, cov = x.new_empty(shape), x.new_empty(*shape, num_pergroup)
-    for pixels, pick in _views(x, num_pergroup):
-        _view_moments(pixels, pick(mean), pick(cov))
-    return mean, cov
+    mean = x.mean(dim=(2, 3)).unflatten(1, (-1, num_pergroup))
+    # Looking at the numbers costs nothing on a CPU, but would stop a GPU.
+    cov = _uncentred_covariance(x, mean) if x.device.type == "cpu" else None
+    return mean, _centred_covariance(x, mean) if cov is None else cov
 
 
 def affine(x: Tensor, center: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
@@ -65,12 +68,9 @@ def affine(x: Tensor, center: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     if diagonal:
         scale, shift = _per_channel(matrix), _per_channel(bias - matrix * center)
         return torch.addcmul(shift, _at_least_float32(x), scale).to(x.dtype)
-    pixels_in = _at_least_float32(x)
-    y = torch.empty_like(pixels_in)
-    matrix, bias = _repeat(matrix, n), _repeat(bias - _times(matrix, center), n)
-    for (pixels, pick), (out, _) in zip(_views(pixels_in, num_pergroup), _views(y, num_pergroup)):
-        torch.baddbmm(pick(bias)[..., None], pick(matrix), pixels, out=out)
-    return y.to(x.dtype)
+    bias = bias - _times(matrix, center)
+    pixels = _at_least_float32(x)
+    return _transform(pixels, bias, (matrix, pixels)).to(x.dtype)
 
 
 def cross_moments(dy: Tensor, x: Tensor, center: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -92,10 +92,8 @@ def cross_moments(dy: Tensor, x: Tensor, center: Tensor, diagonal: bool) -> tupl
     if diagonal:
         product = torch.einsum("nchw,nchw->nc", dy, x).view_as(total)
         return product - total * center, total
-    product = total.new_empty(*total.shape, num_pergroup)
-    for (pixels, pick), (dy_pixels, _) in zip(_views(x, num_pergroup), _views(dy, num_pergroup, x)):
-        torch.bmm(dy_pixels, pixels.mT, out=pick(product))
-    return product - total[..., :, None] * center[..., None, :], total
+    product = _products(dy, x, num_pergroup)
+    return product.sub_(total[..., :, None] * center[..., None, :]), total
 
 
 def input_gradient(
@@ -126,84 +124,97 @@ def input_gradient(
         shift = _per_channel(bias - x_matrix * center)
         dx = torch.addcmul(shift, x, _per_channel(x_matrix))
         return dx.addcmul_(dy, _per_channel(dy_matrix)).to(dtype)
+    terms = [(dy_matrix.mT, dy)]
     if x_matrix is not None:
-        bias, x_matrix = bias - _times(x_matrix, center), _repeat(x_matrix, n)
-    dx, dy_matrix, bias = torch.empty_like(x), _repeat(dy_matrix, n), _repeat(bias, n)
-    views = zip(_views(x, num_pergroup), _views(dy, num_pergroup, x), _views(dx, num_pergroup, x))
-    for (pixels, pick), (dy_pixels, _), (out, _) in views:
-        torch.baddbmm(pick(bias)[..., None], pick(dy_matrix).mT, dy_pixels, out=out)
-        if x_matrix is not None:
-            out.baddbmm_(pick(x_matrix), pixels)
-    return dx.to(dtype)
+        terms.append((x_matrix, x))
+        bias = bias - _times(x_matrix, center)
+    return _transform(x, bias, *terms).to(dtype)
 
 
-def _view_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> None:
-    """Moments of pixels (B, G, L) into mean (B, G) and cov (B, G, G)."""
-    if not pixels.numel():
-        return
-    torch.mean(pixels, dim=-1, out=mean)
-    if pixels.device.type == "cpu" and _uncentred_moments(pixels, mean, cov):
-        return
-    batch, group, length = pixels.shape
-    largest = _PIECE if pixels.device.type == "cpu" else pixels.numel()
-    step = min(batch, max(1, largest // (group * length)))
-    width = length if step > 1 else min(length, max(1, largest // group))
-    # Laid out as the pixels are, for copying row by row.
-    channels_first = pixels.stride(-1) == 1
-    shape = (step, group, width) if channels_first else (step, width, group)
-    buffer = pixels.new_empty(shape)
-    buffer = buffer if channels_first else buffer.mT
-    for i in range(0, batch, step):
-        rows, out = pixels[i : i + step], cov[i : i + step]
-        shift = mean[i : i + step, :, None]
-        for k in range(0, length, width):
-            piece = rows[..., k : k + width]
-            centred = buffer[: piece.shape[0], :, : piece.shape[-1]]
-            torch.sub(piece, shift, out=centred)
-            if k == 0:
-                torch.bmm(centred, centred.mT, out=out)
-            else:
-                out.baddbmm_(centred, centred.mT)
-    cov.div_(length)
+def _uncentred_covariance(x: Tensor, mean: Tensor) -> Tensor | None:
+    """E[xx] - E[x]E[x], which reads the pixels once less than centring them.
 
-
-def _uncentred_moments(pixels: Tensor, mean: Tensor, cov: Tensor) -> bool:
-    """Covariance as E[xx] - E[x]E[x], which reads the pixels once less than centring them.
-
-    The difference loses as many digits as E[xx] is larger than the variance. Returns whether it
-    lost at most one for every channel, as is usual of features; if not, cov is not to be used.
-    (Looking at the numbers costs nothing on a CPU, but would stop a GPU.)
+    The difference loses as many digits as E[xx] is larger than the variance. It is returned if it
+    lost at most one for every channel, as is usual of features; if not, None is.
     """
-    torch.baddbmm(cov, pixels, pixels.mT, beta=0, alpha=1 / pixels.shape[-1], out=cov)
+    cov = _products(x, x, mean.shape[-1]).div_(x.shape[2] * x.shape[3])
     cov.addcmul_(mean[..., None], mean[..., None, :], value=-1)
     variance = cov.diagonal(dim1=-2, dim2=-1)
-    return torch.sub(mean.square(), variance, alpha=9).max().item() <= 0
+    return cov if (torch.sub(mean.square(), variance, alpha=9) <= 0).all() else None
 
 
-def _views(
-    x: Tensor, num_pergroup: int, like: Tensor | None = None
-) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Views (B, G, L) that cover x without a copy, each with what picks its part, (B, …), out of
-    a small tensor (N, g, …).
+def _centred_covariance(x: Tensor, mean: Tensor) -> Tensor:
+    """E[(x - E[x]) (x - E[x])ᵀ]."""
+    n, channels, height, width = x.shape
+    largest = _PIECE if x.device.type == "cpu" else x.numel()
+    samples = min(n, max(1, largest // (channels * height * width)))
+    rows = height if samples > 1 else min(height, max(1, largest // (channels * width)))
+    cov = mean.new_zeros(*mean.shape, mean.shape[-1])
+    for i in range(0, n, samples):
+        some = slice(i, i + samples)
+        for piece in x[some].split(rows, dim=2):
+            centred = piece - _per_channel(mean[some])  # dense, in the format of x
+            cov[some] += _products(centred, centred, mean.shape[-1])
+    return cov.div_(height * width)
 
-    One view in the contiguous format. In channels_last the two leading dimensions do not merge,
-    and there is a view for each sample or for each group, whichever are fewer. The views of
-    another tensor go along with those of `like`, whatever its own format.
+
+def _products(a: Tensor, b: Tensor, num_pergroup: int) -> Tensor:
+    """Σ a bᵀ over the pixels of each sample and group, (N, g, G, G); a takes the format of b."""
+    if b.is_contiguous():
+        products = torch.bmm(_planes(a, num_pergroup), _planes(b, num_pergroup).mT)
+        return products.unflatten(0, (b.shape[0], b.shape[1] // num_pergroup))
+    groups = zip(_pixels(a).split(num_pergroup, dim=2), _pixels(b).split(num_pergroup, dim=2))
+    return torch.stack([torch.bmm(a_j.mT, b_j) for a_j, b_j in groups], dim=1)
+
+
+def _transform(like: Tensor, bias: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
+    """b + Σ M x over the terms (M, x), at every pixel of each sample and group.
+
+    Args:
+        like: (N, C, H, W), of the result's format.
+        bias: b, (N or 1, g, G).
+        terms: M (N or 1, g, G, G) and x (N, C, H, W).
     """
-    like = x if like is None else like
-    n, groups = x.shape[0], x.shape[1] // num_pergroup
+    n, groups, num_pergroup = len(like), *bias.shape[1:]
+    out, bias = torch.empty_like(like), _repeat(bias, n)
+    matrices = [_repeat(matrix, n) for matrix, _ in terms]
     if like.is_contiguous():
-        x = x.contiguous().view(n * groups, num_pergroup, x.shape[2] * x.shape[3])
-        yield x, lambda small: small.flatten(0, 1)
-        return
-    pixels = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(1, 2)
-    pixels = pixels.unflatten(2, (groups, num_pergroup)).permute(0, 2, 3, 1)  # (N, g, G, L)
-    if n < groups:
-        for i in range(n):
-            yield pixels[i], lambda small, i=i: small[i]
-    else:
-        for j in range(groups):
-            yield pixels[:, j], lambda small, j=j: small[:, j]
+        planes = _planes(out, num_pergroup)
+        total = bias.flatten(0, 1)[..., None]
+        for matrix, (_, x) in zip(matrices, terms):
+            factors = matrix.flatten(0, 1), _planes(x, num_pergroup)
+            total = torch.baddbmm(total, *factors, out=planes)
+        return out
+    joined = math.gcd(groups, max(1, _COLUMNS // num_pergroup))
+    columns = joined * num_pergroup
+    wide = [_block_diagonal(matrix, joined).mT for matrix in matrices]
+    pixels = [_pixels(x).split(columns, dim=2) for _, x in terms]
+    shift = bias.flatten(1)[:, None].split(columns, dim=2)
+    product = like.new_empty(n, like.shape[2] * like.shape[3], columns)
+    for j, part in enumerate(_pixels(out).split(columns, dim=2)):
+        for k in range(len(terms)):
+            torch.baddbmm(product, pixels[k][j], wide[k][:, j], beta=min(k, 1), out=product)
+        torch.add(product, shift[j], out=part)
+    return out
+
+
+def _block_diagonal(matrix: Tensor, joined: int) -> Tensor:
+    """Matrices (N, g, G, G) as (N, g / joined, joined * G, joined * G) with zeros between them."""
+    n, groups, size, _ = matrix.shape
+    blocks = matrix.new_zeros(n, groups // joined, joined, size, joined, size)
+    blocks.diagonal(dim1=2, dim2=4).copy_(matrix.unflatten(1, (-1, joined)).movedim(2, -1))
+    return blocks.flatten(4, 5).flatten(2, 3)
+
+
+def _planes(x: Tensor, num_pergroup: int) -> Tensor:
+    """(N * g, G, L); a view if x is contiguous."""
+    n, channels, height, width = x.shape
+    return x.contiguous().view(n * (channels // num_pergroup), num_pergroup, height * width)
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """(N, L, C); a view if x is channels_last."""
+    return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
