@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,11 +28,7 @@ from sw_detectron import SwitchWhiten2d, UserError, add_sw_config
 from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.engine import Trainer, argument_parser, train_or_evaluate
 from sw_detectron.engine.hooks import ImportanceWriter, StopImportance
-from sw_detectron.engine.optimizer import (
-    build_optimizer,
-    get_sw_optimizer_params,
-    importance_parameters,
-)
+from sw_detectron.engine.optimizer import build_optimizer, get_sw_optimizer_params
 from sw_detectron.evaluation.results import write_results
 
 
@@ -285,11 +282,12 @@ def test_stop_with_a_gradient_scaler():
     optimizer = build_optimizer(config(**SCHEDULE), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     start = {k: v.detach().clone() for k, v in model.named_parameters()}
+    stop = StopImportance(model, 0)
+    stop.trainer = SimpleNamespace(iter=0)
     for x in batches().float():
         optimizer.zero_grad()
         scaler.scale(model(x)["loss"]).backward()
-        for parameter in importance_parameters(model):
-            parameter.grad = None
+        stop.after_backward()
         scaler.step(optimizer)
         scaler.update()
     for name, parameter in model.named_parameters():
