@@ -8,7 +8,7 @@ from .errors import UserError
 
 
 def add_sw_config(cfg: CfgNode) -> None:
-    """Add the keys of MODEL.SW, with their defaults, to a Detectron2 config."""
+    """Add the keys of SW, under MODEL.SW and SOLVER, with their defaults to a Detectron2 config."""
     cfg.MODEL.SW = CfgNode()
     # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
     # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the
@@ -34,6 +34,13 @@ def add_sw_config(cfg: CfgNode) -> None:
     cfg.MODEL.SW.MOMENTUM = 0.1
     # Take the batch's statistics over all processes.
     cfg.MODEL.SW.SYNC = True
+    # Weight decay of the importance weights. None: WEIGHT_DECAY, as the authors trained.
+    cfg.SOLVER.WEIGHT_DECAY_IMPORTANCE = None
+    # Multiplies the learning rate of the importance weights.
+    cfg.SOLVER.IMPORTANCE_LR_FACTOR = 1.0
+    # The first iteration that leaves the importance weights as they are; like SOLVER.STEPS, it
+    # scales with REFERENCE_WORLD_SIZE. 0: they always learn.
+    cfg.SOLVER.IMPORTANCE_STOP_ITER = 0
 
 
 def config_folder() -> Path:

@@ -6,6 +6,7 @@ from torch import nn
 
 from ..layers import SwitchWhiten2d
 from ..modeling.summary import sw_layers
+from .optimizer import importance_parameters
 
 
 class SeedIterations(HookBase):
@@ -26,6 +27,31 @@ class SeedIterations(HookBase):
 
     def before_step(self) -> None:
         seed_all_rng((self._seed + self.trainer.iter * self._world_size + self._rank) % 2**31)
+
+
+class StopImportance(HookBase):
+    """Ends the training of the importance weights early, as the paper does against overfitting.
+
+    Their gradients are dropped between backward and step. The optimizer passes over a parameter
+    without gradient: no decay, no momentum, and no share in a norm that gradients are clipped by.
+    `DistributedDataParallel`, which waits for every parameter's gradient, gets them all.
+
+    Register it with the trainer that runs backward, a `SimpleTrainer` or `AMPTrainer`: Detectron2's
+    `DefaultTrainer` does not call `after_backward` of its own hooks.
+
+    Args:
+        model: the model in training.
+        iteration: the first one, counted from 0, that leaves the importance weights as they are.
+    """
+
+    def __init__(self, model: nn.Module, iteration: int):
+        self._parameters = importance_parameters(model)
+        self._iteration = iteration
+
+    def after_backward(self) -> None:
+        if self.trainer.iter >= self._iteration:
+            for parameter in self._parameters:
+                parameter.grad = None
 
 
 class ImportanceWriter(HookBase):

@@ -75,11 +75,20 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
 
 
 def setup(args: argparse.Namespace) -> CfgNode:
-    """The frozen config of a run; logging, seeds and OUTPUT_DIR are set up."""
+    """The frozen config of a run; logging, seeds and OUTPUT_DIR are set up.
+
+    Raises:
+        UserError: the config asks for something that is not there.
+    """
     cfg = load_config(args.config_file, args.opts)
     cfg.freeze()
     check_datasets(cfg, training=not args.eval_only)
     check_weights(cfg, args.resume)
+    if cfg.SOLVER.AMP.ENABLED and not cfg.MODEL.DEVICE.startswith("cuda") and not args.eval_only:
+        raise UserError(
+            "SOLVER.AMP.ENABLED: mixed precision trains on GPUs only, and MODEL.DEVICE is "
+            f"{cfg.MODEL.DEVICE!r}; set SOLVER.AMP.ENABLED False"
+        )
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)

@@ -2,48 +2,53 @@
 
 import argparse
 from collections import OrderedDict
+from pathlib import Path
 
 from detectron2.config import CfgNode
-from detectron2.engine import hooks
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
+from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..errors import UserError
+from ..evaluation.results import write_results
 from .setup import setup
 from .trainer import Trainer
 
 
-def train_or_evaluate(args: argparse.Namespace) -> OrderedDict | None:
+def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
     """Train, with the evaluations that the config asks for, or with --eval-only just evaluate.
+
+    The results of the last evaluation are written to OUTPUT_DIR/results.json and results.md.
 
     Args:
         args: of `argument_parser`.
 
     Returns:
-        The results of the evaluation, on the main process.
+        The results of the last evaluation; empty on all processes but the main one.
     """
     cfg = setup(args)
     if args.eval_only:
-        return _evaluate(cfg, args.resume)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
+        model, iterations = _load(cfg, args.resume)
+        results = Trainer.test(cfg, model)
+    else:
+        trainer = Trainer(cfg)
+        trainer.resume_or_load(resume=args.resume)
+        results = trainer.train()
+        model, iterations = trainer.model, trainer.max_iter
     if cfg.TEST.AUG.ENABLED:
-        trainer.register_hooks(
-            [hooks.EvalHook(0, lambda: trainer.test_with_augmentation(cfg, trainer.model))]
-        )
-    return trainer.train()
+        results.update(Trainer.test_with_augmentation(cfg, model))
+    if comm.is_main_process() and results:
+        write_results(results, cfg.OUTPUT_DIR, Path(args.config_file).stem, iterations)
+        verify_results(cfg, results)
+    return results
 
 
-def _evaluate(cfg: CfgNode, resume: bool) -> OrderedDict:
+def _load(cfg: CfgNode, resume: bool) -> tuple[nn.Module, int | None]:
+    """The model with its weights, and for how many iterations it was trained, if known."""
     model = Trainer.build_model(cfg)
     checkpointer = Checkpointer(model, save_dir=cfg.OUTPUT_DIR)
     if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
         raise UserError("--eval-only needs weights: give MODEL.WEIGHTS FILE, or --resume")
-    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
-    results = Trainer.test(cfg, model)
-    if cfg.TEST.AUG.ENABLED:
-        results.update(Trainer.test_with_augmentation(cfg, model))
-    if comm.is_main_process():
-        verify_results(cfg, results)
-    return results
+    iteration = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume).get("iteration")
+    return model, None if iteration is None else iteration + 1

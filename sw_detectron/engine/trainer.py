@@ -5,6 +5,7 @@ import os
 import weakref
 from collections import OrderedDict
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import build_detection_train_loader, get_detection_dataset_dicts
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader
 
 from ..checkpoint import Checkpointer
 from ..data.sampler import ResumableTrainingSampler
+from ..errors import UserError
 from ..evaluation.evaluators import build_evaluator
 from ..modeling.summary import sw_table
-from .hooks import ImportanceWriter, SeedIterations
+from .hooks import ImportanceWriter, SeedIterations, StopImportance
+from .optimizer import build_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +31,18 @@ logger = logging.getLogger(__name__)
 class Trainer(DefaultTrainer):
     """The `DefaultTrainer` of `tools/train_net.py`.
 
-    Beyond Detectron2's: prints the SW layers, records their importance ratios, writes checkpoints
-    whole or not at all, and continues the sequence of training images on resuming. If SEED is not
-    negative, DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed
-    run is equal to an uninterrupted one; with workers, or with images grouped by shape, it sees
-    other augmentations and another grouping of the same images.
+    Beyond Detectron2's: prints the SW layers, trains their parameters by the keys of SOLVER that
+    are theirs, records their importance ratios, writes checkpoints whole or not at all, and
+    continues the sequence of training images on resuming. If SEED is not negative,
+    DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal
+    to an uninterrupted one; with workers, or with images grouped by shape, it sees other
+    augmentations and another grouping of the same images.
     """
 
     def __init__(self, cfg: CfgNode):
         # DefaultTrainer's own steps, but for the checkpointer and for models on the CPU.
         TrainerBase.__init__(self)
-        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         data_loader = self.build_train_loader(cfg)
@@ -47,6 +51,8 @@ class Trainer(DefaultTrainer):
         model = create_ddp_model(model, broadcast_buffers=False, **device_ids)
         trainer_class = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
         self._trainer = trainer_class(model, data_loader, optimizer)
+        if cfg.SOLVER.IMPORTANCE_STOP_ITER:
+            self._trainer.register_hooks([StopImportance(model, cfg.SOLVER.IMPORTANCE_STOP_ITER)])
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
         self.start_iter = 0
@@ -61,10 +67,11 @@ class Trainer(DefaultTrainer):
         if self._sampler is not None:
             self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
 
-    def train(self) -> OrderedDict | None:
-        """Train; returns the results of the last evaluation, on the main process."""
-        super().train()
-        return getattr(self, "_last_eval_results", None)
+    def train(self) -> OrderedDict:
+        """Train; returns the results of the last evaluation, empty but on the main process."""
+        # Without DefaultTrainer's comparison with TEST.EXPECTED_RESULTS, which ends the program.
+        TrainerBase.train(self, self.start_iter, self.max_iter)
+        return self._last_eval_results
 
     def build_hooks(self) -> list:
         hooks = super().build_hooks()
@@ -81,6 +88,34 @@ class Trainer(DefaultTrainer):
             model = _sync_batch_norms_for_cpu(model)
         logger.info(f"SW layers:\n{sw_table(model)}")
         return model
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(cfg, model)
+
+    @staticmethod
+    def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+        """Detectron2's linear scaling by SOLVER.REFERENCE_WORLD_SIZE, of IMPORTANCE_STOP_ITER too.
+
+        Raises:
+            UserError: SOLVER.IMS_PER_BATCH is no multiple of SOLVER.REFERENCE_WORLD_SIZE.
+        """
+        solver = cfg.SOLVER
+        if solver.REFERENCE_WORLD_SIZE and solver.IMS_PER_BATCH % solver.REFERENCE_WORLD_SIZE:
+            raise UserError(
+                f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} is no multiple of "
+                f"SOLVER.REFERENCE_WORLD_SIZE {solver.REFERENCE_WORLD_SIZE}"
+            )
+        scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers)
+        if scaled is cfg or not solver.IMPORTANCE_STOP_ITER:
+            return scaled
+        stop = solver.IMPORTANCE_STOP_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
+        was_frozen = scaled.is_frozen()
+        scaled.defrost()
+        scaled.SOLVER.IMPORTANCE_STOP_ITER = max(1, round(stop))  # 0 would mean never
+        if was_frozen:
+            scaled.freeze()
+        return scaled
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> DataLoader:
