@@ -1,6 +1,6 @@
 """Where SW goes in a network, and the backbones that have it."""
 
-from . import backbone  # noqa: F401  registers the backbones
+from .backbone import with_norms  # importing it registers the backbones
 from .placement import PLACEMENTS, NumberedConv, find_resnet, numbered_convs, place
 from .surgery import replace_norms
 
@@ -11,4 +11,5 @@ __all__ = [
     "numbered_convs",
     "place",
     "replace_norms",
+    "with_norms",
 ]
