@@ -219,6 +219,12 @@ def check_training_step(
         assert learns == p.requires_grad == (not name.startswith(frozen)), name
 
 
+def test_retinanets_anchors_divide_an_octave_in_three():
+    sizes = load_config("retinanet_R50_FPN_SW_1x.yaml", []).MODEL.ANCHOR_GENERATOR.SIZES
+    expected = [[2 ** (octave + third / 3) for third in range(3)] for octave in range(5, 10)]
+    assert [pytest.approx(row, rel=1e-14) for row in expected] == sizes
+
+
 def test_bare_names_find_both_kinds_of_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for suffix in (".yaml", ".py"):

@@ -109,6 +109,10 @@ def _setup(args: argparse.Namespace) -> DictConfig:
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
+    if cfg.train.device == "cpu":
+        logger.info("Running on the CPU.")
+    if not cfg.train.init_checkpoint and not args.eval_only:
+        logger.info("train.init_checkpoint is empty: training from scratch.")
     return cfg
 
 
@@ -147,7 +151,9 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
 
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
-    data_loader.resumable_sampler.start = start_iter * cfg.dataloader.train.total_batch_size
+    sampler = getattr(data_loader, "resumable_sampler", None)  # a config may build another loader
+    if sampler is not None:
+        sampler.start = start_iter * cfg.dataloader.train.total_batch_size
     trainer.train(start_iter, cfg.train.max_iter)
     return results
 
