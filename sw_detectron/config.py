@@ -64,5 +64,7 @@ def find_config(name: str) -> Path:
     packaged = config_folder() / name
     if packaged.is_file():
         return packaged
-    names = ", ".join(sorted(p.name for p in config_folder().glob("*.yaml")))
+    names = ", ".join(
+        sorted(p.name for p in config_folder().iterdir() if p.suffix in (".yaml", ".py"))
+    )
     raise UserError(f"config {name!r} is neither a file nor one of the package's: {names}")

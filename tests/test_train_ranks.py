@@ -12,7 +12,7 @@ from detectron2.layers import NaiveSyncBatchNorm
 from test_train_net import SHAPES, TINY, TRAIN_NET, environment, run
 from torch import nn
 
-from sw_detectron.engine.trainer import _sync_batch_norms_for_cpu
+from sw_detectron.engine.trainer import sync_batch_norms_for_cpu
 
 # All anchors and no random flip: the losses of the proposal network do not depend on chance, and
 # are divided by the same number in one process as in two.
@@ -93,7 +93,7 @@ def test_batch_norms_that_run_on_cpus_keep_names_values_and_flags():
     bn.running_mean.normal_()
     bn.bias.requires_grad_(False)
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    twin = _sync_batch_norms_for_cpu(net)[1][0]
+    twin = sync_batch_norms_for_cpu(net)[1][0]
     assert type(twin) is NaiveSyncBatchNorm
     assert (twin.eps, twin.bias.requires_grad, twin.weight.requires_grad) == (1e-3, False, True)
     assert list(net.state_dict()) == list(before)

@@ -54,6 +54,10 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
         UserError: a file, a key or a value is wrong.
     """
     path = find_config(config_file)
+    if path.suffix == ".py":
+        raise UserError(
+            f"config {str(path)!r} is a Python config; use tools/lazyconfig_train_net.py for it"
+        )
     cfg = get_cfg()
     add_sw_config(cfg)
     try:
@@ -61,14 +65,14 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
     except UserError:
         raise
     except Exception as error:  # YAML has many kinds of errors, and yacs asserts
-        raise UserError(f"config {str(path)!r}: {_one_line(error)}") from None
+        raise UserError(f"config {str(path)!r}: {one_line(error)}") from None
     if len(opts) % 2:
         raise UserError(f"overrides come in pairs KEY VALUE; got {' '.join(opts)!r}")
     for key, value in zip(opts[::2], opts[1::2]):
         try:
             cfg.merge_from_list([key, value])
         except Exception as error:
-            raise UserError(f"override {key} {value}: {_one_line(error)}") from None
+            raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
     return cfg
@@ -83,12 +87,9 @@ def setup(args: argparse.Namespace) -> CfgNode:
     cfg = load_config(args.config_file, args.opts)
     cfg.freeze()
     check_datasets(cfg, training=not args.eval_only)
-    check_weights(cfg, args.resume)
-    if cfg.SOLVER.AMP.ENABLED and not cfg.MODEL.DEVICE.startswith("cuda") and not args.eval_only:
-        raise UserError(
-            "SOLVER.AMP.ENABLED: mixed precision trains on GPUs only, and MODEL.DEVICE is "
-            f"{cfg.MODEL.DEVICE!r}; set SOLVER.AMP.ENABLED False"
-        )
+    check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
+    if not args.eval_only:
+        check_amp("SOLVER.AMP.ENABLED", cfg.SOLVER.AMP.ENABLED, cfg.MODEL.DEVICE)
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
@@ -100,51 +101,72 @@ def setup(args: argparse.Namespace) -> CfgNode:
 
 
 def check_datasets(cfg: CfgNode, training: bool) -> None:
-    """Every data set of the run is registered and its files are there.
+    """Every data set of the run is there, see `check_dataset`."""
+    names = set(cfg.DATASETS.TEST) | (set(cfg.DATASETS.TRAIN) if training else set())
+    if training and not cfg.DATASETS.TRAIN:
+        raise UserError("DATASETS.TRAIN is empty: name a registered data set to train on")
+    for name in sorted(names):
+        check_dataset(name)
+
+
+def check_dataset(name: str) -> None:
+    """A data set is registered and its files are there.
 
     A name such as "coco_2017_train[:8]" stands for the first images of a registered data set.
 
     Raises:
         UserError: naming the data set, the file and the remedy.
     """
-    names = set(cfg.DATASETS.TEST) | (set(cfg.DATASETS.TRAIN) if training else set())
-    if training and not cfg.DATASETS.TRAIN:
-        raise UserError("DATASETS.TRAIN is empty: name a registered data set to train on")
-    for name in sorted(names):
-        register_slice(name)
-        if name not in DatasetCatalog.list():
+    register_slice(name)
+    if name not in DatasetCatalog.list():
+        raise UserError(
+            f"data set {name!r} is not registered; there are "
+            f"{', '.join(sorted(DatasetCatalog.list()))}"
+        )
+    metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
+    if metadata.get("generated"):
+        return
+    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root"):
+        path = getattr(metadata, key, None)
+        if path and not PathManager.exists(path):
             raise UserError(
-                f"data set {name!r} is not registered; there are "
-                f"{', '.join(sorted(DatasetCatalog.list()))}"
+                f"data set {name!r} is not there: no {path!r}; set the environment variable "
+                "DETECTRON2_DATASETS to the folder that contains it"
             )
-        metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
-        if metadata.get("generated"):
-            continue
-        for key in ("json_file", "image_root"):
-            path = getattr(metadata, key, None)
-            if path and not PathManager.exists(path):
-                raise UserError(
-                    f"data set {name!r} is not there: no {path!r}; set the environment variable "
-                    "DETECTRON2_DATASETS to the folder that contains it"
-                )
 
 
-def check_weights(cfg: CfgNode, resume: bool) -> None:
-    """MODEL.WEIGHTS, if it names a local file and is going to be read, exists.
+def check_amp(key: str, enabled: bool, device: str) -> None:
+    """Detectron2's mixed precision wants a GPU, and says so only in the first iteration.
 
     Raises:
-        UserError: it does not.
+        UserError: there is none.
     """
-    path = cfg.MODEL.WEIGHTS
-    if resume and os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
-        return
-    if path and "://" not in path and not os.path.isfile(path):
+    if enabled and not device.startswith("cuda"):
         raise UserError(
-            f"MODEL.WEIGHTS {path!r} does not exist; give another file, or MODEL.WEIGHTS '' to "
-            "train from scratch"
+            f"{key}: mixed precision trains on GPUs only, and the device is {device!r}; set it to "
+            "False"
         )
 
 
-def _one_line(error: Exception) -> str:
+def check_weights(key: str, path: str, output_dir: str, resume: bool) -> None:
+    """The weights to start from, if `path` names a local file and is going to be read, exist.
+
+    Args:
+        key: the config's name for them.
+
+    Raises:
+        UserError: they do not.
+    """
+    if resume and os.path.isfile(os.path.join(output_dir, "last_checkpoint")):
+        return
+    if path and "://" not in path and not os.path.isfile(path):
+        raise UserError(
+            f"{key} {path!r} does not exist; give another file, or an empty {key} to train from "
+            "scratch"
+        )
+
+
+def one_line(error: Exception) -> str:
+    """What an error of a library says, in one line."""
     text = error.args[0] if isinstance(error, KeyError) and error.args else error
     return " ".join(str(text).split()) or type(error).__name__

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import build_detection_train_loader, get_detection_dataset_dicts
+from detectron2.data import get_detection_dataset_dicts
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.evaluation import DatasetEvaluator
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..checkpoint import Checkpointer
-from ..data.sampler import ResumableTrainingSampler
+from ..data.sampler import build_resumable_train_loader
 from ..errors import UserError
 from ..evaluation.evaluators import build_evaluator
 from ..modeling.calibration import calibrated_layers
@@ -107,7 +107,7 @@ class Trainer(DefaultTrainer):
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         model = super().build_model(cfg)
         if cfg.MODEL.DEVICE == "cpu" and comm.get_world_size() > 1:
-            model = _sync_batch_norms_for_cpu(model)
+            model = sync_batch_norms_for_cpu(model)
         logger.info(f"SW layers:\n{sw_table(model)}")
         return model
 
@@ -150,18 +150,7 @@ class Trainer(DefaultTrainer):
             min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
             proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
         )
-        seed = cfg.SEED if cfg.SEED >= 0 else None
-        sampler = ResumableTrainingSampler(len(dataset), seed=seed)
-        # A seed gives the loader a random generator of its own: else starting to load, which
-        # happens on resuming too, would draw a number from the one that the model draws from.
-        loader = build_detection_train_loader(
-            cfg,
-            dataset=dataset,
-            sampler=sampler,
-            seed=None if seed is None else seed + comm.get_rank(),
-        )
-        loader.resumable_sampler = sampler
-        return loader
+        return build_resumable_train_loader(cfg, dataset=dataset, seed=cfg.SEED)
 
     @classmethod
     def build_evaluator(
@@ -178,7 +167,7 @@ class Trainer(DefaultTrainer):
         return OrderedDict((f"{task}_TTA", values) for task, values in results.items())
 
 
-def _sync_batch_norms_for_cpu(module: nn.Module) -> nn.Module:
+def sync_batch_norms_for_cpu(module: nn.Module) -> nn.Module:
     """Put Detectron2's synchronized BN, which runs on CPUs, in the place of torch's, which doesn't.
 
     Names and shapes in the state dict stay. It is exact where all processes have feature maps of
@@ -193,7 +182,7 @@ def _sync_batch_norms_for_cpu(module: nn.Module) -> nn.Module:
             parameter.requires_grad_(getattr(module, name).requires_grad)
         return twin
     for name, child in module.named_children():
-        twin = _sync_batch_norms_for_cpu(child)
+        twin = sync_batch_norms_for_cpu(child)
         if twin is not child:
             setattr(module, name, twin)
     return module

@@ -1,6 +1,6 @@
 """Where SW goes in a network, and the backbones that have it."""
 
-from . import backbone  # noqa: F401  registers the backbones
+from .backbone import with_norms  # importing it registers the backbones
 from .calibration import calibrate, input_moments, unfuse
 from .placement import PLACEMENTS, NumberedConv, find_resnet, numbered_convs, place
 from .surgery import replace_norms
@@ -15,4 +15,5 @@ __all__ = [
     "place",
     "replace_norms",
     "unfuse",
+    "with_norms",
 ]

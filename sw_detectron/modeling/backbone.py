@@ -1,6 +1,8 @@
 """ResNet backbones with SW on the placed layers, registered with Detectron2."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -43,6 +45,38 @@ def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
     )
 
 
+def with_norms(
+    resnet: ResNet,
+    placement: str | Sequence[int],
+    norm: str | NormFactory = "SW",
+    **options: Any,
+) -> ResNet:
+    """A ResNet with `norm` on the placed layers, for building models by nested calls.
+
+    Args:
+        resnet: it is changed in place.
+        placement, norm: see `replace_norms`.
+        options: arguments of `SwitchWhiten2d`, such as num_pergroup, where `norm` is one of
+            SW_NORMS.
+
+    Raises:
+        UserError: placement, norm or options do not fit each other or the network.
+    """
+    if options and norm not in SW_NORMS:
+        raise UserError(
+            f"norm {norm!r} takes no options, got {', '.join(options)}; "
+            f"use one of {', '.join(SW_NORMS)}"
+        )
+    try:
+        factory = functools.partial(SW_NORMS[norm], **options) if options else norm
+        replace_norms(resnet, placement, factory)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the norm of the placed layers does not fit: {error.args[0]}") from None
+    return resnet
+
+
 @BACKBONE_REGISTRY.register()
 def build_sw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     """Detectron2's ResNet with MODEL.RESNETS.NORM, and SW on the layers of MODEL.SW."""
@@ -66,13 +100,7 @@ def build_cifar_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
 
 def _with_sw(cfg: CfgNode, resnet: ResNet) -> ResNet:
     placement = list(cfg.MODEL.SW.LAYERS) or cfg.MODEL.SW.PLACEMENT
-    try:
-        replace_norms(resnet, placement, sw_norm_from_config(cfg))
-    except UserError:
-        raise
-    except (ValueError, KeyError) as error:
-        raise UserError(f"the keys of MODEL.SW do not fit: {error.args[0]}") from None
-    return resnet
+    return with_norms(resnet, placement, sw_norm_from_config(cfg))
 
 
 def _build_fpn(cfg: CfgNode, bottom_up: ResNet, top_block: nn.Module) -> FPN:

@@ -1,0 +1,183 @@
+"""The main function of `tools/lazyconfig_train_net.py`: training by a Python config."""
+
+import argparse
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from detectron2.config import LazyConfig, instantiate
+from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
+from detectron2.engine.defaults import create_ddp_model
+from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from ..checkpoint import Checkpointer
+from ..config import find_config
+from ..errors import UserError
+from ..evaluation.results import write_results
+from ..modeling.summary import sw_table
+from .hooks import ImportanceWriter, SeedIterations, StopImportance
+from .setup import check_amp, check_dataset, check_weights, one_line
+from .trainer import sync_batch_norms_for_cpu
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("model", "dataloader", "optimizer", "lr_multiplier", "train")
+_MISSING = object()
+
+
+def load_lazy_config(config_file: str, overrides: list[str]) -> DictConfig:
+    """Read a Python config and apply key=value overrides.
+
+    As in Hydra, key=value changes a key that is there, and +key=value adds one.
+
+    Raises:
+        UserError: the file, a key or a value is wrong.
+    """
+    path = str(find_config(config_file))
+    if not path.endswith(".py"):
+        raise UserError(f"config {path!r} is no Python config; use tools/train_net.py for it")
+    try:
+        cfg = LazyConfig.load(path)
+    except UserError:
+        raise
+    except Exception as error:  # a config is a program: anything can go wrong
+        raise UserError(f"config {path!r}: {one_line(error)}") from None
+    missing = [part for part in PARTS if part not in cfg]
+    if missing:
+        raise UserError(f"config {path!r} does not define {', '.join(missing)}")
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            raise UserError(f"overrides have the form key=value; got {override!r}")
+        try:
+            known = OmegaConf.select(cfg, key.lstrip("+"), default=_MISSING) is not _MISSING
+            if not known and not key.startswith("+"):
+                raise UserError(f"override {override}: no such key; +{override} adds it")
+            LazyConfig.apply_overrides(cfg, [override])
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"override {override}: {one_line(error)}") from None
+    if cfg.train.device.startswith("cuda") and not torch.cuda.is_available():
+        cfg.train.device = "cpu"
+    return cfg
+
+
+def train_or_evaluate_lazy(args: argparse.Namespace) -> OrderedDict:
+    """Train and evaluate, or with --eval-only just evaluate.
+
+    The counterpart of `train_or_evaluate`, with the same checkpoints, records and resuming.
+
+    Args:
+        args: of `argument_parser`; `opts` are overrides of the form key=value.
+
+    Returns:
+        The results of the evaluation, on the main process.
+    """
+    cfg = _setup(args)
+    model = build_lazy_model(cfg)
+    if args.eval_only:
+        iterations = _load(cfg, model, args.resume)
+        results = _evaluate(cfg, model)
+    else:
+        results, iterations = _train(cfg, model, args.resume), cfg.train.max_iter
+    if comm.is_main_process() and results:
+        write_results(results, cfg.train.output_dir, Path(args.config_file).stem, iterations)
+    return results
+
+
+def build_lazy_model(cfg: DictConfig) -> nn.Module:
+    """The model of a Python config, on its device."""
+    model = instantiate(cfg.model).to(cfg.train.device)
+    if cfg.train.device == "cpu" and comm.get_world_size() > 1:
+        model = sync_batch_norms_for_cpu(model)
+    logger.info(f"SW layers:\n{sw_table(model)}")
+    return model
+
+
+def _setup(args: argparse.Namespace) -> DictConfig:
+    cfg = load_lazy_config(args.config_file, args.opts)
+    for split in ("test",) if args.eval_only else ("train", "test"):
+        names = OmegaConf.select(cfg, f"dataloader.{split}.dataset.names", default=())
+        for name in [names] if isinstance(names, str) else names:
+            check_dataset(name)
+    check_weights(
+        "train.init_checkpoint", cfg.train.init_checkpoint, cfg.train.output_dir, args.resume
+    )
+    if not args.eval_only:
+        check_amp("train.amp.enabled", cfg.train.amp.enabled, cfg.train.device)
+    args.config_file = str(find_config(args.config_file))
+    setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="sw_detectron")
+    default_setup(cfg, args)
+    if cfg.train.device == "cpu":
+        logger.info("Running on the CPU.")
+    if not cfg.train.init_checkpoint and not args.eval_only:
+        logger.info("train.init_checkpoint is empty: training from scratch.")
+    return cfg
+
+
+def _load(cfg: DictConfig, model: nn.Module, resume: bool) -> int | None:
+    """Load the weights; for how many iterations they were trained, if known."""
+    checkpointer = Checkpointer(model, save_dir=cfg.train.output_dir)
+    if not cfg.train.init_checkpoint and not (resume and checkpointer.has_checkpoint()):
+        raise UserError("--eval-only needs weights: give train.init_checkpoint=FILE, or --resume")
+    checkpoint = checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    return checkpoint["iteration"] + 1 if "iteration" in checkpoint else None
+
+
+def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
+    cfg.optimizer.params.model = model
+    optimizer = instantiate(cfg.optimizer)
+    data_loader = instantiate(cfg.dataloader.train)
+    device_ids = {"device_ids": None} if cfg.train.device == "cpu" else {}
+    parallel = create_ddp_model(model, **cfg.train.ddp, **device_ids)
+    trainer_class = AMPTrainer if cfg.train.amp.enabled else SimpleTrainer
+    trainer = trainer_class(parallel, data_loader, optimizer)
+    checkpointer = Checkpointer(parallel, cfg.train.output_dir, trainer=trainer)
+    results = OrderedDict()
+
+    def evaluate() -> OrderedDict:
+        results.update(_evaluate(cfg, model))
+        return results
+
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
+            ImportanceWriter(model),
+        ]
+    )
+    if cfg.train.get("importance_stop_iter"):
+        trainer.register_hooks([StopImportance(model, cfg.train.importance_stop_iter)])
+    if comm.is_main_process():
+        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer)])
+    trainer.register_hooks([hooks.EvalHook(cfg.train.eval_period, evaluate)])
+    if comm.is_main_process():
+        writers = default_writers(cfg.train.output_dir, cfg.train.max_iter)
+        trainer.register_hooks([hooks.PeriodicWriter(writers)])
+    if cfg.train.seed >= 0:
+        trainer.register_hooks(
+            [SeedIterations(cfg.train.seed, comm.get_rank(), comm.get_world_size())]
+        )
+
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    sampler = getattr(data_loader, "resumable_sampler", None)  # a config may build another loader
+    if sampler is not None:
+        sampler.start = start_iter * cfg.dataloader.train.total_batch_size
+    trainer.train(start_iter, cfg.train.max_iter)
+    return results
+
+
+def _evaluate(cfg: DictConfig, model: nn.Module) -> OrderedDict:
+    results = inference_on_dataset(
+        model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator)
+    )
+    if comm.is_main_process():
+        print_csv_format(results)
+    return results
