@@ -46,10 +46,10 @@ model.roi_heads.box_predictor.input_shape.channels = 32
 model.roi_heads.mask_head.conv_dims = [16, 16]
 
 dataloader = model_zoo.get_config("common/data/coco.py").dataloader
-for part, name in ((dataloader.train, "shapes_train"), (dataloader.test, "shapes_val")):
-    part.dataset.names = name
-    part.num_workers = 0
-    part.mapper.augmentations = [L(T.ResizeShortestEdge)(short_edge_length=64, max_size=64)]
+for _part, _name in ((dataloader.train, "shapes_train"), (dataloader.test, "shapes_val")):
+    _part.dataset.names = _name
+    _part.num_workers = 0
+    _part.mapper.augmentations = [L(T.ResizeShortestEdge)(short_edge_length=64, max_size=64)]
 dataloader.train.total_batch_size = 2
 dataloader.evaluator.dataset_name = "shapes_val"
 
@@ -151,8 +151,8 @@ def test_lazyconfig_train_net_trains_sw(run, tmp_path):
 
 def test_analyze_model_looks_into_sw(run, trained):
     output = run(
-        *["analyze_model.py", *CONFIG, "-n", "2", "--tasks", "structure", "parameter", "flop"],
-        *["activation", *TINY, "MODEL.WEIGHTS", str(trained / "model_final.pth")],
+        *["analyze_model.py", *CONFIG, "--tasks", "structure", "parameter", "flop", "activation"],
+        *["-n", "2", *TINY, "MODEL.WEIGHTS", str(trained / "model_final.pth")],
     )
     assert output.count("SwitchWhiten2d(") == 5
     # Nothing else in this model multiplies matrices in batches.

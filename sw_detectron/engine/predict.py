@@ -47,9 +47,10 @@ def predict(args: argparse.Namespace) -> None:
     cfg = load_config(args.config_file, [*weights, *overrides])
     folder = Path(args.output)
     paths = _output_paths(media, folder)
+    detector = Detector(cfg, args.confidence)
     setup_logger(name="fvcore")  # it says which weights do not fit
     setup_logger(name="sw_detectron")
-    detector = Detector(cfg, args.confidence)
+    detector.load(cfg.MODEL.WEIGHTS)
 
     results = []
     image_ids = itertools.count(1)
@@ -84,26 +85,33 @@ class Detector:
     """A trained detector that gives its results in COCO's format, and draws them.
 
     Args:
-        cfg: names the weights, and first among its data sets the one whose classes they know.
+        cfg: first among its data sets is the one whose classes the model knows; its weights are
+            left alone.
         confidence: the lowest score of a result, in [0, 1].
 
     Raises:
-        UserError: there are no weights, or they cannot be read, or the classes are not known.
+        UserError: the classes are not known.
     """
 
     def __init__(self, cfg: CfgNode, confidence: float):
-        weights = cfg.MODEL.WEIGHTS
-        if not weights:
-            raise UserError("no weights: give --weights FILE")
-        if "://" not in weights and not os.path.isfile(weights):
-            raise UserError(f"weights {weights!r} do not exist")
         cfg = cfg.clone()
-        cfg.MODEL.WEIGHTS = ""  # they are read below, where what is wrong with them is said clearly
+        cfg.MODEL.WEIGHTS = ""
         cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = confidence
         cfg.MODEL.RETINANET.SCORE_THRESH_TEST = confidence
         self._metadata = _find_metadata(cfg)
         self._confidence = confidence
         self._predictor = DefaultPredictor(cfg)
+
+    def load(self, weights: str) -> None:
+        """Read the weights from a file or URL.
+
+        Raises:
+            UserError: there are none, or they cannot be read.
+        """
+        if not weights:
+            raise UserError("no weights: give --weights FILE")
+        if "://" not in weights and not os.path.isfile(weights):
+            raise UserError(f"weights {weights!r} do not exist")
         Checkpointer(self._predictor.model).load(weights)
 
     def __call__(self, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:

@@ -169,8 +169,8 @@ class SwitchWhiten2d(nn.Module):
 
     @torch.no_grad()
     def __prepare_scriptable__(self) -> torch.jit.ScriptModule:
-        """What torch.jit.script takes in the layer's place: its trace, which holds for every N, H
-        and W, but for evaluation alone.
+        """What torch.jit.script takes in the place of this layer of a model: its trace, which holds
+        for every N, H and W, but for evaluation alone.
 
         Raises:
             RuntimeError: the layer would use the statistics of the batch.
