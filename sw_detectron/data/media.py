@@ -12,10 +12,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-# Broken files are reported by our own errors; must be set before OpenCV is imported.
-os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
-os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
-
 import cv2
 import numpy as np
 from detectron2.data.detection_utils import read_image
@@ -24,6 +20,9 @@ from PIL import Image
 from ..errors import UserError
 
 logger = logging.getLogger(__name__)
+
+# Broken files are reported by our own errors; FFmpeg's would come beside them.
+os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
 
 
 class ImageFile:
