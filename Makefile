@@ -22,7 +22,8 @@ lint: $(VENV)/.ready
 setup: $(VENV)/.ready
 
 # Made anew when the requirements change. Detectron2's wheel is unpacked beside the environment
-# first: its compiled part is for another Python, and its top-level "tools" would shadow ours.
+# first: its compiled part is for another Python, and its top-level "tools" would shadow ours, and
+# so stay outside the search path, for the tests.
 $(VENV)/.ready: requirements.txt requirements-detectron2.txt setup.py
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -r requirements.txt
@@ -32,6 +33,7 @@ $(VENV)/.ready: requirements.txt requirements-detectron2.txt setup.py
 	rm -f $(VENV)/unpacked/detectron2/_C*.so
 	mv $(VENV)/unpacked/detectron2 $(VENV)/unpacked/sal_detectron2-*.dist-info \
 		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	mv $(VENV)/unpacked/tools $(VENV)/detectron2_tools
 	rm -r $(VENV)/unpacked
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@

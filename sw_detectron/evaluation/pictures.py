@@ -26,6 +26,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 __all__ = [
     "STATISTIC_COLORS",
     "draw_predictions",
+    "overlay_results",
     "plot_training_curves",
     "predictions_figure",
     "training_curves_figure",
@@ -122,6 +123,23 @@ def predictions_figure(
             axes.set_title(f"{Path(image['file_name']).stem}: {title}", fontsize=11)
             axes.set_axis_off()
     return figure
+
+
+def overlay_results(pixels: np.ndarray, results: Sequence[dict], metadata: Metadata) -> np.ndarray:
+    """Draw results in COCO's format on an image.
+
+    Args:
+        pixels: (H, W, 3), uint8, RGB.
+        results: of this image; see `predictions_figure`.
+        metadata: of the data set whose classes they are.
+
+    Returns:
+        The picture (H', W', 3), uint8, RGB; larger than the image if that is small.
+
+    Raises:
+        ValueError: a category is not one of the data set.
+    """
+    return _overlay(pixels, [_to_annotation(result, metadata) for result in results], metadata)
 
 
 def training_curves_figure(metrics_json_path: str | os.PathLike) -> Figure:

@@ -167,6 +167,18 @@ class SwitchWhiten2d(nn.Module):
             group=self._ranks() if training else None,
         )
 
+    @torch.no_grad()
+    def __prepare_scriptable__(self) -> torch.jit.ScriptModule:
+        """What torch.jit.script takes in the place of this layer of a model: its trace, which holds
+        for every N, H and W, but for evaluation alone.
+
+        Raises:
+            RuntimeError: the layer would use the statistics of the batch.
+        """
+        if self.training and not self.frozen:
+            raise RuntimeError("SwitchWhiten2d can be scripted in evaluation only: call eval()")
+        return torch.jit.trace(self, self.running_mean.new_zeros(2, self.num_features, 4, 4))
+
     def _ranks(self) -> dist.ProcessGroup | None:
         """The group to synchronize over; None if this process is alone in it."""
         if not (self.sync and dist.is_available() and dist.is_initialized()):

@@ -1,0 +1,196 @@
+"""The main function of `tools/predict.py`."""
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from detectron2.config import CfgNode, get_cfg
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
+from detectron2.engine import DefaultPredictor
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.utils.logger import setup_logger
+from tqdm import tqdm
+
+from ..checkpoint import Checkpointer
+from ..data.media import ImageFile, VideoFile, find_media, write_picture, write_video
+from ..data.slices import register_slice
+from ..errors import UserError
+from ..evaluation.pictures import overlay_results
+from .setup import load_config
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Run a detector on images and videos; write pictures of its results, and one file of them.
+
+    The file `predictions.json` is a list of results in COCO's format: `image_id`, `category_id`
+    as in the data set, `bbox` (x, y, width, height) in pixels, `score`, and for models with masks
+    `segmentation` as RLE. The image ids of images and frames are 1, 2, … in the order of reading;
+    each result also has the `file_name` that it is of, and in videos the `frame`, from 0.
+
+    Args:
+        args: `config_file`; `weights`, or None for those of the config; `inputs`, files and
+            folders, followed by KEY VALUE overrides of the config; `output`, a folder;
+            `confidence`, the lowest score of a result.
+
+    Raises:
+        UserError: something that was given is wrong or missing.
+    """
+    inputs, overrides = _split_overrides(args.inputs)
+    if not inputs:
+        raise UserError("no INPUT: name images, videos, or folders of them")
+    media = find_media(inputs)
+    weights = ["MODEL.WEIGHTS", args.weights] if args.weights else []
+    cfg = load_config(args.config_file, [*weights, *overrides])
+    folder = Path(args.output)
+    paths = _output_paths(media, folder)
+    detector = Detector(cfg, args.confidence)
+    setup_logger(name="fvcore")  # it says which weights do not fit
+    setup_logger(name="sw_detectron")
+    detector.load(cfg.MODEL.WEIGHTS)
+
+    results = []
+    image_ids = itertools.count(1)
+
+    def pictures(item: ImageFile | VideoFile) -> Iterator[np.ndarray]:
+        for index, frame in enumerate(item):
+            origin = {"image_id": next(image_ids), "file_name": str(item.path)}
+            if isinstance(item, VideoFile):
+                origin["frame"] = index
+            found, picture = detector(frame)
+            results.extend(origin | result for result in found)
+            progress.update()
+            yield picture
+
+    with tqdm(total=sum(item.num_frames for item in media), unit=" frames") as progress:
+        for item, path in zip(media, paths):
+            if isinstance(item, VideoFile):
+                write_video(pictures(item), path, item.fps)
+            else:
+                write_picture(next(pictures(item)), path)
+
+    path = folder / "predictions.json"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(results))
+    unfinished.replace(path)
+    print(
+        f"{path}: {len(results)} results of {next(image_ids) - 1} images\n{folder}: their pictures"
+    )
+
+
+class Detector:
+    """A trained detector that gives its results in COCO's format, and draws them.
+
+    Args:
+        cfg: first among its data sets is the one whose classes the model knows; its weights are
+            left alone.
+        confidence: the lowest score of a result, in [0, 1].
+
+    Raises:
+        UserError: the classes are not known.
+    """
+
+    def __init__(self, cfg: CfgNode, confidence: float):
+        cfg = cfg.clone()
+        cfg.MODEL.WEIGHTS = ""
+        cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = confidence
+        cfg.MODEL.RETINANET.SCORE_THRESH_TEST = confidence
+        self._metadata = _find_metadata(cfg)
+        self._confidence = confidence
+        self._predictor = DefaultPredictor(cfg)
+
+    def load(self, weights: str) -> None:
+        """Read the weights from a file or URL.
+
+        Raises:
+            UserError: there are none, or they cannot be read.
+        """
+        if not weights:
+            raise UserError("no weights: give --weights FILE")
+        if "://" not in weights and not os.path.isfile(weights):
+            raise UserError(f"weights {weights!r} do not exist")
+        Checkpointer(self._predictor.model).load(weights)
+
+    def __call__(self, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:
+        """Detect, and draw.
+
+        Args:
+            frame: (H, W, 3), uint8, BGR.
+
+        Returns:
+            The results, which lack only an `image_id`, and the picture (H', W', 3), uint8, BGR.
+        """
+        outputs = self._predictor(frame)
+        if "instances" not in outputs:
+            # Semantic and panoptic outputs, "sem_seg" and "panoptic_seg", are to be drawn here.
+            raise UserError(f"the model's output is {', '.join(outputs)}; it has to have instances")
+        results = self._results(outputs["instances"].to("cpu"))
+        return results, overlay_results(frame[..., ::-1], results, self._metadata)[..., ::-1]
+
+    def _results(self, instances) -> list[dict]:
+        results = instances_to_coco_json(instances[instances.scores >= self._confidence], None)
+        num_classes = len(self._metadata.thing_classes)
+        id_map = self._metadata.get("thing_dataset_id_to_contiguous_id")
+        dataset_ids = {index: category for category, index in id_map.items()} if id_map else None
+        for result in results:
+            del result["image_id"]
+            category = result["category_id"]
+            if category >= num_classes:
+                raise UserError(
+                    f"the model knows more classes than data set {self._metadata.name!r}, which "
+                    f"has {num_classes}: name its own in DATASETS.TEST"
+                )
+            if dataset_ids:
+                result["category_id"] = dataset_ids[category]
+        return results
+
+
+def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The inputs, and the overrides: what follows from the first name of a config's section on."""
+    sections = get_cfg().keys()
+    for i, argument in enumerate(arguments):
+        if argument.split(".")[0] in sections and not os.path.exists(argument):
+            return arguments[:i], arguments[i:]
+    return arguments, []
+
+
+def _find_metadata(cfg: CfgNode) -> Metadata:
+    names = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
+    if not names:
+        raise UserError("DATASETS.TEST is empty: name the data set whose classes the model knows")
+    register_slice(names[0])
+    metadata = MetadataCatalog.get(names[0])
+    if not metadata.get("thing_classes"):
+        try:
+            DatasetCatalog.get(names[0])  # many learn their classes from their annotation file
+        except (KeyError, OSError) as error:
+            reason = str(error.args[-1]).splitlines()[0]
+            raise UserError(
+                f"the classes of data set {names[0]!r} are not known: {reason}"
+            ) from None
+    return metadata
+
+
+def _output_paths(media: list[ImageFile | VideoFile], folder: Path) -> list[Path]:
+    """A path in the folder for the picture of each, named as its input; the folder is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {str(folder)!r}: {error.strerror}") from None
+    sources = {item.path.resolve() for item in media}
+    paths = []
+    for item in media:
+        suffix = ".mp4" if isinstance(item, VideoFile) else ".png"
+        names = itertools.chain(
+            [item.path.stem], (f"{item.path.stem}_{i}" for i in itertools.count(2))
+        )
+        path = next(p for p in (folder / f"{name}{suffix}" for name in names) if p not in paths)
+        if path.resolve() in sources:
+            raise UserError(
+                f"the picture {str(path)!r} would replace an input: give another --output"
+            )
+        paths.append(path)
+    return paths

@@ -1,0 +1,63 @@
+#!/usr/bin/env python
+"""Detect objects in images and videos, and draw them."""
+
+import argparse
+import sys
+
+from sw_detectron.engine.predict import predict
+from sw_detectron.errors import UserError
+
+EXAMPLES = """
+examples:
+  two images, with the weights that a training run has left:
+    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
+        street.jpg kitchen.jpg --output output/pictures
+
+  all images and videos of a folder, doubtful objects too, on the CPU:
+    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
+        holiday/ --output output/pictures --confidence 0.3 MODEL.DEVICE cpu
+
+predictions.json in the folder of the output holds the results in COCO's format.
+"""
+
+
+def fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        "--config-file",
+        dest="config_file",
+        metavar="FILE",
+        required=True,
+        help="path of a config, or the bare name of one that comes with the package",
+    )
+    parser.add_argument("--weights", metavar="FILE", help="(default: the config's MODEL.WEIGHTS)")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="image files, video files, and folders of them; KEY VALUE overrides of the config "
+        "may follow",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of what is written")
+    parser.add_argument(
+        "--confidence",
+        type=fraction,
+        default=0.5,
+        help="lowest score, 0 to 1, of the objects to show and to write (default: %(default)s)",
+    )
+    try:
+        predict(parser.parse_intermixed_args())
+    except UserError as error:
+        sys.exit(f"{sys.argv[0]}: error: {error}")
