@@ -21,9 +21,9 @@ from . import sources
 from .reading import read_file, weights_in
 from .sources import Architecture, Backbone
 
-# A norm y = s x + b is a BN with these running values, as Detectron2's FrozenBN has it.
-BN_EPS = 1e-5
-FOLDED_VAR = 1 - BN_EPS
+# The running variances of a norm y = s x + b in Detectron2: loaded from Caffe2's weights it is 1,
+# and initially, such that it is that norm exactly, 1 - ε.
+FOLDED_VARIANCES = (1.0, 1 - 1e-5)
 
 # Side of the square images that statistics are taken of.
 IMAGE_SIZE, CIFAR_IMAGE_SIZE = 224, 32
@@ -204,8 +204,11 @@ def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
     means = {k: v for k, v in weights.items() if k.endswith(".running_mean")}
     if means:
         variances = [v for k, v in weights.items() if k.endswith(".running_var")]
-        is_one = all(((v == 1) | ((v - FOLDED_VAR).abs() < 1e-7)).all() for v in variances)
-        return is_one and not any(mean.any() for mean in means.values())
+        folded = all(
+            any(((variance - one).abs() < 1e-7).all() for one in FOLDED_VARIANCES)
+            for variance in variances
+        )
+        return folded and not any(mean.any() for mean in means.values())
     norms = [k.removesuffix(".weight") for k in weights if k.endswith(".norm.weight")]
     if source != "caffe2":
         raise UserError(
@@ -214,7 +217,7 @@ def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
         )
     for norm in norms:
         weights[f"{norm}.running_mean"] = torch.zeros_like(weights[f"{norm}.weight"])
-        weights[f"{norm}.running_var"] = torch.full_like(weights[f"{norm}.weight"], FOLDED_VAR)
+        weights[f"{norm}.running_var"] = torch.ones_like(weights[f"{norm}.weight"])
     return True
 
 

@@ -154,8 +154,6 @@ def _reason(error: Exception) -> str:
             f"it holds a Python object ({blocked[1][:100]}), which is not loaded because that can "
             "run code; save the state dict alone"
         )
-    if "TorchScript" in text:
-        return "it is a TorchScript program; save the module's state_dict() instead"
     if isinstance(error, MemoryError):
         return "it claims more data than memory can hold; get it again"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -171,6 +169,11 @@ def _read_torch(path: str) -> object:
 def _read_zip(path: str) -> object:
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
+    if any(record.filename.endswith("/constants.pkl") for record in records):
+        raise UserError(
+            f"{path!r} is a TorchScript program, which would have to be run; save the module's "
+            "state_dict() instead"
+        )
     # torch.save stores without compression; a few compressed bytes could unpack to any size.
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise UserError(f"{path!r} is a compressed archive, not a checkpoint; unpack it first")
@@ -198,6 +201,11 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    """How it writes none."""
+    return b""
 
 
 def _dtype(name: str, *_) -> np.dtype:
@@ -233,6 +241,7 @@ class _ArrayUnpickler(pickle._Unpickler):
     ALLOWED = {
         "collections.OrderedDict": OrderedDict,
         "_codecs.encode": _encode,
+        "__builtin__.bytes": _no_bytes,
         "numpy.dtype": _dtype,
         "numpy.ndarray": None,  # an argument of _reconstruct; calling it is refused
     }
