@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +113,11 @@ def convert_checkpoint(
     """
     contents = read_file(path)
     tensors, left_out = weights_in(contents, path)
-    backbone = sources.find_backbone(tensors, source)
-    architecture = sources.recognize_architecture(backbone)
-    weights = _checked(backbone)
-    folded = _fold_running_values(backbone.source, weights)
+    with _naming(path):
+        backbone = sources.find_backbone(tensors, source)
+        architecture = sources.recognize_architecture(backbone)
+        weights = _checked(backbone)
+        folded = _fold_running_values(backbone.source, weights)
     config, notes = _source_config(backbone, architecture, contents.get("__author__"), folded)
     own_layers = _own_sw_layers(weights)
     if placement is None:
@@ -133,13 +135,15 @@ def convert_checkpoint(
         config["MODEL.SW.WHITENING"] = whitening
 
     cfg = _make_cfg(config, architecture)
-    with torch.device("meta"):  # nothing is allocated until names and shapes are found to fit
+    # Nothing is allocated until names and shapes are found to fit.
+    with _naming(path), torch.device("meta"):
         resnet = _build(cfg, architecture)
         if own_layers:
             numbers = {conv.name: conv.number for conv in numbered_convs(resnet)}
             placement = [numbers[name] for name in own_layers if name in numbers]
             _replace(resnet, placement, cfg)
-    _load(resnet, weights)
+    with _naming(path):
+        _load(resnet, weights)
     if folded and images:
         _unfuse(resnet, images, cfg, architecture)
     replaced = {} if own_layers else _replace(resnet, placement, cfg)
@@ -175,6 +179,15 @@ def convert_checkpoint(
         left_out=left_out,
         notes=notes,
     )
+
+
+@contextmanager
+def _naming(path: str | os.PathLike) -> Iterator[None]:
+    """Begin the messages of errors with the checkpoint's path."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{os.fspath(path)!r}: {error}") from None
 
 
 def _checked(backbone: Backbone) -> dict[str, Tensor]:
