@@ -56,4 +56,6 @@ class Checkpointer(DetectionCheckpointer):
         return {"model": weights, "__author__": "Caffe2", "matching_heuristics": True}
 
     def _torch_load(self, f: str) -> dict:
-        return read_file(f)
+        contents = read_file(f)
+        weights_in(contents, f)  # that there are any
+        return contents

@@ -68,9 +68,10 @@ def write_checkpoint(
                 tensors = {name: tensor.contiguous() for name, tensor in model.items()}
                 torch.save(_checkpoint(tensors, matching_heuristics), file)
         os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # the latter by torch.save
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(f"cannot write {str(path)!r}: {reason}") from None
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    except RuntimeError:  # what torch.save makes of an OSError
+        raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
