@@ -1,10 +1,19 @@
 """What happens around each training iteration besides the step itself."""
 
+import itertools
+from collections.abc import Iterable
+
+import torch
 from detectron2.engine import HookBase
+from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage
+from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
 from torch import nn
+from tqdm import tqdm
 
 from ..layers import SwitchWhiten2d
+from ..modeling.calibration import PooledMoments, calibrated_layers, set_running_values
 from ..modeling.summary import sw_layers
 
 
@@ -50,3 +59,52 @@ class ImportanceWriter(HookBase):
             for kind, ratios in layer.importance().items():
                 scalars = {f"sw/{name}/{kind}/{k}": ratio for k, ratio in ratios.items()}
                 self.trainer.storage.put_scalars(**scalars, smoothing_hint=False)
+
+
+class PreciseStats(HookBase):
+    """Replaces the running values of SW and BN by the statistics of many batches at fixed weights.
+
+    For SW they are the exact moments over all pixels of all batches and ranks; for BN, what
+    Detectron2's PreciseBN finds, in the same run. The model is in training mode meanwhile, frozen
+    layers keep their values, and the losses are thrown away.
+
+    It runs when an evaluation is due, and after the last iteration. Every time it reads the data
+    from the start, so that a resumed run finds the same as an uninterrupted one.
+
+    Args:
+        period: iterations between two evaluations; 0 for one at the end.
+        model: the model in training.
+        data_loader: training batches; not the loader that training reads, which would miss them.
+        num_iter: how many batches to take.
+    """
+
+    def __init__(self, period: int, model: nn.Module, data_loader: Iterable, num_iter: int):
+        self._period = period
+        self._model = model
+        self._data_loader = data_loader
+        self._num_iter = num_iter
+
+    def after_step(self) -> None:
+        next_iter = self.trainer.iter + 1
+        is_final = next_iter == self.trainer.max_iter
+        if is_final or (self._period > 0 and next_iter % self._period == 0):
+            self._update()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        layers = calibrated_layers(self._model)
+        batches = tqdm(
+            itertools.islice(self._data_loader, self._num_iter),
+            desc="precise statistics",
+            total=self._num_iter,
+            unit="batch",
+            disable=not comm.is_main_process(),
+        )
+        with PooledMoments(layers) as pooled, EventStorage():  # whose events nobody reads
+            if get_bn_modules(self._model):
+                update_bn_stats(self._model, batches, self._num_iter)
+            else:
+                for batch in batches:
+                    self._model(batch)
+        for name, (mean, cov) in pooled.result().items():
+            set_running_values(layers[name][0], mean, cov)

@@ -13,14 +13,16 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.layers import NaiveSyncBatchNorm
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
+from fvcore.nn.precise_bn import get_bn_modules
 from torch import nn
 from torch.utils.data import DataLoader
 
 from ..checkpoint import Checkpointer
 from ..data.sampler import ResumableTrainingSampler
 from ..evaluation.evaluators import build_evaluator
+from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import sw_table
-from .hooks import ImportanceWriter, SeedIterations
+from .hooks import ImportanceWriter, PreciseStats, SeedIterations
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +69,31 @@ class Trainer(DefaultTrainer):
         return getattr(self, "_last_eval_results", None)
 
     def build_hooks(self) -> list:
+        # Without Detectron2's PreciseBN, which sees no SW and would read the data set for itself.
+        cfg, self.cfg = self.cfg, self.cfg.clone()
+        self.cfg.defrost()
+        self.cfg.TEST.PRECISE_BN.ENABLED = False
         hooks = super().build_hooks()
+        self.cfg = cfg
+        if cfg.TEST.PRECISE_BN.ENABLED:
+            # In its place: before the checkpointer and the evaluation.
+            hooks[2] = self._precise_stats()
         # Before the writers, which come last and on the main process only.
         hooks.insert(2, ImportanceWriter(self.model))
         if self.cfg.SEED >= 0:
             hooks.append(SeedIterations(self.cfg.SEED, comm.get_rank(), comm.get_world_size()))
         return hooks
+
+    def _precise_stats(self) -> PreciseStats | None:
+        if not (get_bn_modules(self.model) or calibrated_layers(self.model)):
+            logger.info("TEST.PRECISE_BN: no layer of the model takes statistics of the batch.")
+            return None
+        cfg = self.cfg.clone()
+        cfg.defrost()
+        cfg.DATALOADER.NUM_WORKERS = 0  # they would wait, between evaluations, with their batches
+        loader = self.build_train_loader(cfg)
+        num_iter = cfg.TEST.PRECISE_BN.NUM_ITER
+        return PreciseStats(cfg.TEST.EVAL_PERIOD, self.model, loader, num_iter)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
