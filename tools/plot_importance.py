@@ -2,14 +2,12 @@
 """Plot which statistics the SW layers of trained networks chose, and when."""
 
 import argparse
-import csv
 import os
 import re
 import sys
 from collections import Counter
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from sw_detectron.analysis import (
@@ -18,8 +16,9 @@ from sw_detectron.analysis import (
     average_ratios_figure,
     final_ratios_figure,
     importance_curves_figure,
+    make_folder,
     read_importance,
-    save_figure,
+    save_result,
 )
 from sw_detectron.errors import UserError
 from sw_detectron.layers import STATISTICS
@@ -41,41 +40,35 @@ For each run NAME, in DIR: NAME_curves (Figs. 6 and 7 of the paper) and NAME_lay
 ratios; for all of them: average (Figs. 1b and 8). Each as PNG, SVG and, with the numbers, CSV.
 """
 
-ROW = ("run", "moment", "statistic", "ratio")
+COLUMNS = ("moment", "statistic", "ratio")
 
 
 def main(args: argparse.Namespace) -> None:
-    output = Path(args.output)
     runs = [read_importance(path, args.statistics) for path in args.runs]
     names = short_names([run.name for run in runs])
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror}") from None
+    output = make_folder(args.output)
     for name, run in zip(tqdm(names, unit="run", disable=None), runs):
-        write_run(output, name, run)
+        save_run(output, file_name(name), run)
     averages = {name: average_ratios(run.ratios) for name, run in zip(names, runs)}
-    write(output / "average", average_ratios_figure(averages))
-    write_csv(output / "average.csv", ROW, flatten(averages))
+    figure = average_ratios_figure(averages)
+    save_result(output, "average", figure, ("run", *COLUMNS), flatten(averages))
     print(f"{output}/average.png: {len(runs)} network{'s' * (len(runs) > 1)}, mean over SW layers")
     for name, run in zip(names, runs):
         print(f"{output}/{file_name(name)}_layers.png: {len(run.ratios)} SW layers")
 
 
-def write_run(output: Path, name: str, run: Importance) -> None:
-    stem = file_name(name)
-    write(output / f"{stem}_layers", final_ratios_figure(run.ratios))
-    write_csv(output / f"{stem}_layers.csv", ("layer", *ROW[1:]), flatten(run.ratios))
+def save_run(output: Path, name: str, run: Importance) -> None:
+    figure = final_ratios_figure(run.ratios)
+    save_result(output, f"{name}_layers", figure, ("layer", *COLUMNS), flatten(run.ratios))
     if not run.curves:
         return
-    write(output / f"{stem}_curves", importance_curves_figure(run.curves))
     rows = [
-        (layer, moment, statistic, int(iteration), ratio)
+        (layer, moment, statistic, ratio, int(iteration))
         for layer, moment, statistic, series in flatten(run.curves)
         for iteration, ratio in zip(*series)
     ]
-    header = ("layer", "moment", "statistic", "iteration", "ratio")
-    write_csv(output / f"{stem}_curves.csv", header, rows)
+    figure = importance_curves_figure(run.curves)
+    save_result(output, f"{name}_curves", figure, ("layer", *COLUMNS, "iteration"), rows)
 
 
 def flatten(nested: dict[str, dict[str, dict]]) -> list[tuple]:
@@ -105,20 +98,6 @@ def short_names(paths: list[str]) -> list[str]:
 
 def file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("_")
-
-
-def write(path: Path, figure: Figure) -> None:
-    save_figure(figure, path.with_name(f"{path.name}.png"), dpi=200)
-    save_figure(figure, path.with_name(f"{path.name}.svg"))
-
-
-def write_csv(path: Path, header: tuple[str, ...], rows: list[tuple]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def statistics(text: str) -> list[str]:

@@ -85,6 +85,17 @@ def importance_curves(metrics: dict[str, Series]) -> Curves:
     return {name: dict(found[name]) for name in sorted(found, key=network_order)}
 
 
+def final_ratios(curves: Curves) -> Ratios:
+    """The last point of each learning curve."""
+    return {
+        layer: {
+            moment: {name: float(values[-1]) for name, (_, values) in by_name.items()}
+            for moment, by_name in moments.items()
+        }
+        for layer, moments in curves.items()
+    }
+
+
 def read_importance(path: str | os.PathLike, statistics: Sequence[str] | None = None) -> Importance:
     """Read the importance ratios of a run or of a checkpoint.
 
@@ -104,14 +115,7 @@ def read_importance(path: str | os.PathLike, statistics: Sequence[str] | None = 
     curves = importance_curves(read_metrics(path))
     if not curves:
         raise UserError(f"{path} has no records of SW layers (keys sw/…)")
-    ratios = {
-        layer: {
-            moment: {name: float(values[-1]) for name, (_, values) in by_name.items()}
-            for moment, by_name in moments.items()
-        }
-        for layer, moments in curves.items()
-    }
-    return Importance(str(path if path.is_dir() else path.parent), ratios, curves)
+    return Importance(str(path if path.is_dir() else path.parent), final_ratios(curves), curves)
 
 
 def checkpoint_ratios(
@@ -128,17 +132,17 @@ def checkpoint_ratios(
     for layer, by_moment in weights.items():
         weight = by_moment["mean"] if "mean" in by_moment else by_moment["var"]
         running_cov = state.get(f"{layer}.running_cov")
-        names = statistics or guess_statistics(len(weight), running_cov)
-        if names is None or len(names) != len(weight):
+        names = statistics or guess_statistics(weight.numel(), running_cov)
+        if names is None or len(names) != weight.numel():
             given = f", not the {len(names)} of {','.join(names)}" if names else ""
             raise UserError(
-                f"{path}: layer {layer} has {len(weight)} importance weights{given}; name its "
+                f"{path}: layer {layer} has {weight.numel()} importance weights{given}; name its "
                 "statistics with --statistics"
             )
         names = [name for name in STATISTICS if name in names]  # the order of the weights
         weight_of = {"mean": weight, "cov": by_moment.get("var", weight)}  # tied if there is one
         ratios[_layer_name(layer)] = {
-            moment: dict(zip(names, weight_of[moment].double().softmax(0).tolist()))
+            moment: dict(zip(names, weight_of[moment].flatten().double().softmax(0).tolist()))
             for moment in MOMENTS
         }
     return {name: ratios[name] for name in sorted(ratios, key=network_order)}

@@ -8,11 +8,7 @@ Shape shorthand in this module:
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from ..errors import UserError
@@ -20,7 +16,6 @@ from ..layers import SwitchWhiten2d
 from ..layers.inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
 from ..layers.mixing import OF_BATCH, WHITENING, mix
 from ..modeling.summary import sw_layers
-from .drawing import PALETTE, label_layers, layers_width, style_axes
 
 MOST_ITERATIONS = 12
 ENOUGH = 0.01
@@ -148,95 +143,6 @@ def whitening_report(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, W
     return report
 
 
-def whitening_table(report: dict[str, Whiteness]) -> str:
-    """Medians over images and groups, for people to read, with a legend."""
-    rows = [
-        (
-            name,
-            ",".join(layer.statistics),
-            layer.num_pergroup,
-            f"{layer.condition.median():.3g}",
-            f"{layer.condition.max():.3g}",
-            f"{layer.input_correlation.median():.3f}",
-            f"{layer.correlation.median():.3f}",
-            f"{layer.group_correlation.median():.3f}",
-            layer.num_iterations or "-",
-            f"{layer.residual.median():.2g}",
-            f"{layer.deviation.median():.2g}",
-            _needed(layer),
-        )
-        for name, layer in report.items()
-    ]
-    headers = "layer|statistics|G|condition|(max)|corr. in|corr. out|in group|T|residual|deviation"
-    headers = [*headers.split("|"), f"T for {ENOUGH:.0%}"]
-    table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
-    return f"{table}\n\n{LEGEND}"
-
-
-LEGEND = f"""medians over images and groups, in evaluation mode, before γ and β
-condition   λ_max / λ_min of the mixed covariance Σ̂
-corr.       root mean square of a sample's off-diagonal correlations: of the input, of the output,
-            and of the output within its groups. Is G right? A larger G can only undo what is out
-            but not in group.
-residual    |W Σ̂ W - I| / √G of the layer's W;  deviation  |W - Σ̂^(-1/2)| / |Σ̂^(-1/2)|
-T for {ENOUGH:.0%}    is T enough? the iterations after which the median residual is at most {ENOUGH:.0%}"""
-
-
-def whitening_figure(report: dict[str, Whiteness]) -> Figure:
-    """Condition numbers, correlations, and the residual by iteration, of each layer."""
-    names = list(report)
-    positions = np.arange(len(names))
-    figure = Figure(figsize=(layers_width(len(names)) + 2.2, 9.6), layout="constrained")
-    condition, correlation, convergence = figure.subplots(3, 1, sharex=True)
-
-    condition.set_title("Condition number of Σ̂ (median, quartiles, range)", fontsize=10)
-    for position, layer in zip(positions, report.values()):
-        low, first, middle, third, high = np.quantile(
-            layer.condition.numpy(force=True), (0, 0.25, 0.5, 0.75, 1)
-        )
-        condition.vlines(position, low, high, color=PALETTE[0], linewidth=1)
-        condition.vlines(position, first, third, color=PALETTE[0], linewidth=4)
-        condition.plot(position, middle, "o", color="white", markeredgecolor=PALETTE[0])
-    condition.set_yscale("log")
-
-    correlation.set_title("Off-diagonal correlation of a sample (median)", fontsize=10)
-    for label, attribute, marker, color in (
-        ("input", "input_correlation", "o", PALETTE[6]),
-        ("output", "correlation", "s", PALETTE[0]),
-        ("output, in groups", "group_correlation", "^", PALETTE[1]),
-    ):
-        values = [getattr(layer, attribute).median().item() for layer in report.values()]
-        correlation.plot(
-            positions, values, marker=marker, color=color, linewidth=1, markersize=5, label=label
-        )
-    correlation.set_ylim(bottom=0)
-    correlation.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    for axes in (condition, correlation):
-        style_axes(axes)
-
-    convergence.set_title("Residual after T iterations (median); dots: the T in use", fontsize=10)
-    residuals = torch.stack(
-        [layer.residuals.flatten(1).median(dim=1)[0] for layer in report.values()]
-    )
-    iterations = np.arange(1, MOST_ITERATIONS + 1)
-    mesh = convergence.pcolormesh(
-        positions,
-        iterations,
-        residuals.clamp(min=1e-6).numpy(force=True).T,
-        norm=LogNorm(1e-6, 1),
-        cmap="cividis",
-        shading="nearest",
-    )
-    used = [(p, w.num_iterations) for p, w in zip(positions, report.values()) if w.num_iterations]
-    if used:
-        convergence.plot(*zip(*used), "o", color="white", markeredgecolor="black", markersize=5)
-    convergence.set_ylabel("T")
-    convergence.set_yticks(iterations[1::2])
-    figure.colorbar(mesh, ax=convergence, extend="both", label="|W Σ̂ W − I| / √G")
-    label_layers(convergence, names)
-    return figure
-
-
 def _mixed_covariance(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> Tensor:
     """Σ̂ (N, g, G, G) of Eq. 6 with the running values, as a full matrix for any set.
 
@@ -302,9 +208,3 @@ def _join(parts: list[Whiteness]) -> Whiteness:
             value = torch.cat([getattr(part, name) for part in parts], dim=samples).cpu()
         values[name] = value
     return Whiteness(**values)
-
-
-def _needed(layer: Whiteness) -> str:
-    if layer.residuals.isnan().any():
-        return "-"
-    return str(layer.iterations_needed or f"> {MOST_ITERATIONS}")

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint import Checkpointer
 from ..data.sampler import ResumableTrainingSampler
 from ..evaluation.evaluators import build_evaluator
+from ..evaluation.report import write_report
 from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import sw_table
 from .hooks import ImportanceWriter, PreciseStats, SeedIterations
@@ -64,9 +65,21 @@ class Trainer(DefaultTrainer):
             self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
 
     def train(self) -> OrderedDict | None:
-        """Train; returns the results of the last evaluation, on the main process."""
+        """Train, and write OUTPUT_DIR/report.html; returns the results of the last evaluation, on
+        the main process."""
         super().train()
-        return getattr(self, "_last_eval_results", None)
+        results = getattr(self, "_last_eval_results", None)
+        if comm.is_main_process():
+            self._write_report(results)
+        return results
+
+    def _write_report(self, results: OrderedDict | None) -> None:
+        try:
+            path = write_report(self.cfg, self.model, results)
+        except (OSError, ValueError) as error:  # the training is done, and must not fail now
+            logger.warning(f"No report: {error}")
+        else:
+            logger.info(f"Report of the run: {path}")
 
     def build_hooks(self) -> list:
         # Without Detectron2's PreciseBN, which sees no SW and would read the data set for itself.
