@@ -17,14 +17,16 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.4",
-        "torchvision>=0.19",
+        # before 2.6 a checkpoint could run code in spite of weights_only (CVE-2025-32434)
+        "torch>=2.6",
+        "torchvision>=0.21",
         "numpy>=1.22",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
         "pycocotools>=2.0.6",
         "matplotlib>=3.6",
         "pillow>=9.1",
+        "safetensors>=0.4",
         "tabulate>=0.8",
         "tqdm>=4.60",
     ],

@@ -1,5 +1,6 @@
-"""Reading and writing checkpoints."""
+"""Reading, converting and writing checkpoints."""
 
 from .checkpointer import Checkpointer
+from .reading import read_checkpoint
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "read_checkpoint"]

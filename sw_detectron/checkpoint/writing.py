@@ -1,0 +1,82 @@
+"""Writes checkpoints whole or not at all."""
+
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+
+FORMATS = ("pkl", "pth")
+
+
+def check_destination(path: Path, output_format: str | None, force: bool) -> str:
+    """The format to write `path` in; whether it can be written, before the long work.
+
+    Args:
+        path: of the file to come.
+        output_format: one of `FORMATS`, or None for what the path's ending says.
+        force: an existing file may be replaced.
+
+    Raises:
+        UserError: it cannot be written, or must not.
+    """
+    output_format = output_format or path.suffix.removeprefix(".")
+    if output_format not in FORMATS:
+        raise UserError(
+            f"{str(path)!r} ends neither in .pkl nor in .pth: rename it, or give --output-format"
+        )
+    if path.is_dir():
+        raise UserError(f"{str(path)!r} is a folder; give the name of a file")
+    if path.exists() and not force:
+        raise UserError(f"{str(path)!r} exists; give another name, or --force to replace it")
+    if not path.parent.is_dir():
+        raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"the folder {str(path.parent)!r} is not writable; choose another")
+    return output_format
+
+
+def write_checkpoint(
+    path: Path, model: dict[str, Tensor], output_format: str, matching_heuristics: bool
+) -> None:
+    """Write tensors by name as a checkpoint that Detectron2 loads.
+
+    Args:
+        path: of the file, which is replaced if it exists.
+        model: the tensors.
+        output_format: "pkl" (numpy arrays, as in Detectron2's model zoo) or "pth".
+        matching_heuristics: let Detectron2 match names by their endings, so that a bare backbone
+            is found in a detector. It does not rename them otherwise.
+
+    Raises:
+        UserError: the tensors do not fit the format, or the disk is full; no file is left.
+    """
+    if output_format == "pkl" and (
+        unknown := [name for name, tensor in model.items() if tensor.dtype == torch.bfloat16]
+    ):
+        raise UserError(f"a .pkl cannot hold bfloat16, which {unknown[0]} has; write a .pth")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        with open(unfinished, "xb") as file:
+            if output_format == "pkl":
+                arrays = {name: tensor.contiguous().numpy() for name, tensor in model.items()}
+                pickle.dump(_checkpoint(arrays, matching_heuristics), file)
+            else:
+                tensors = {name: tensor.contiguous() for name, tensor in model.items()}
+                torch.save(_checkpoint(tensors, matching_heuristics), file)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _checkpoint(model: dict, matching_heuristics: bool) -> dict:
+    return {
+        "model": model,
+        "__author__": "sw_detectron",
+        "matching_heuristics": matching_heuristics,
+    }
