@@ -282,7 +282,8 @@ def test_bars_of_layers_have_the_height_of_the_ratios(count):
         assert list(bars) == list(STATISTICS)
         for name in STATISTICS:
             heights = [bar.get_height() for bar in bars[name]]
-            assert heights == [ratios[layer][moment][name] for layer in layers]
+            expected = [ratios[layer][moment][name] for layer in layers]
+            assert heights == pytest.approx(expected, rel=0, abs=1e-12)  # float64
             assert [bar.get_y() for bar in bars[name]] == pytest.approx(bottoms, abs=1e-12)
             bottoms += heights
     assert [t.get_text() for t in figure.axes[-1].get_xticklabels()] == layers
@@ -304,7 +305,8 @@ def test_bars_of_runs_have_the_length_of_the_averages(count):
         assert list(bars) == list(used)
         for name in used:
             widths = [bar.get_width() for bar in bars[name]]
-            assert widths == [run[moment].get(name, 0) for run in averages.values()]
+            expected = [run[moment].get(name, 0) for run in averages.values()]
+            assert widths == pytest.approx(expected, rel=0, abs=1e-12)  # float64
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert all(name.endswith(label.lstrip("…")) for name, label in zip(averages, labels))
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(used)

@@ -56,6 +56,8 @@ def main(args: argparse.Namespace) -> None:
                 cfg.INPUT.FORMAT,
             )
             features[folder] = layer_features(model, batches)
+            if len(next(iter(features[folder].values()))) < 2:
+                raise UserError(f"{folder!r} holds one image; give at least two of each set")
         name = Path(config).stem
         gaps[name if name not in gaps else f"{name}, {weights}"] = domain_gap(
             features[args.source], features[args.target]

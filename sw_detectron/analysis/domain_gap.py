@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ..modeling.placement import find_resnet, numbered_convs
-from .drawing import PALETTE, label_layers, layers_width, style_axes
+from .drawing import PALETTE, label_layers, layers_width, shorten, style_axes
 from .mmd import RELATIVE_BANDWIDTHS, median_distance, squared_mmd
 
 GRID = 4
@@ -86,7 +86,8 @@ def domain_gap_figure(gaps: dict[str, dict[str, float]]) -> Figure:
             longest, in forward order.
     """
     layers = list(max(gaps.values(), key=len))
-    figure = Figure(figsize=(layers_width(len(layers)), 4.2), layout="constrained")
+    size = (layers_width(len(layers)), 4.2 + 0.2 * len(gaps))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for index, (network, by_layer) in enumerate(gaps.items()):
         axes.plot(
@@ -96,12 +97,11 @@ def domain_gap_figure(gaps: dict[str, dict[str, float]]) -> Figure:
             marker="osD^v"[index % 5],
             markersize=4,
             linewidth=1.4,
-            label=network,
+            label=shorten(network, 60),
         )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel("MMD² between the two sets")
     label_layers(axes, layers)
     style_axes(axes)
-    if len(gaps) > 1:
-        figure.legend(loc="outside upper center", ncols=min(len(gaps), 3), frameon=False)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=9)
     return figure

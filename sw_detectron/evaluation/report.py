@@ -100,11 +100,9 @@ def _results_tables(results: dict[str, float]) -> str:
             if _of_category(name)
         ]
         if main:
-            text += tabulate(
-                [(task, *map(_number, main.values()))], headers=["task", *main], tablefmt="html"
-            )
+            text += _table([(task, *map(_number, main.values()))], ["task", *main])
         if categories:
-            table = tabulate(categories, headers=["category", task], tablefmt="html")
+            table = _table(categories, ["category", task])
             text += f"<details><summary>{escape(task)} by category</summary>{table}</details>"
     return text
 
@@ -165,6 +163,10 @@ def _of_category(metric: str) -> bool:
 
 def _number(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _table(rows: list[tuple], headers: list[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="html", disable_numparse=True)
 
 
 def _pre(text: str) -> str:
