@@ -204,7 +204,11 @@ def test_the_figure_shows_the_medians(count):
     assert shown["output, in groups"] == pytest.approx(
         [layer.group_correlation.median().item() for layer in report.values()], rel=1e-12
     )
-    mesh = np.ma.getdata(convergence.collections[0].get_array())
+    (mesh,) = convergence.collections
+    corners = mesh.get_coordinates()
+    assert corners[0, 0].tolist() == [-0.5, 0.5]
+    assert corners[-1, -1].tolist() == [count - 0.5, MOST_ITERATIONS + 0.5]
+    mesh = np.ma.getdata(mesh.get_array())
     for column, layer in zip(mesh.T, report.values(), strict=True):
         medians = layer.residuals.flatten(1).median(dim=1)[0].clamp(min=1e-3).numpy()
         np.testing.assert_array_equal(column, medians)
@@ -243,3 +247,7 @@ def test_the_tool_writes_a_row_for_each_layer_and_image(model, tmp_path, capsys)
     assert len(rows) == 5 * 3
     table = capsys.readouterr().out.splitlines()
     assert next(line for line in table if line.startswith("stem.conv1")).split()[8] == "9"
+    for size, words in (("50", "multiples of 32"), ("0", "positive")):
+        with pytest.raises((UserError, SystemExit)) as error:
+            tool.main(tool.parser().parse_args([*arguments, "--size", size]))
+        assert words in str(error.value) + capsys.readouterr().err

@@ -14,8 +14,7 @@ from sw_detectron.analysis import (
     make_folder,
     save_result,
 )
-from sw_detectron.data.images import image_batches
-from sw_detectron.engine import load_model
+from sw_detectron.engine import add_image_arguments, batches_of, load_model
 from sw_detectron.errors import UserError
 
 EXAMPLES = """
@@ -46,15 +45,7 @@ def main(args: argparse.Namespace) -> None:
         cfg, model = load_model(config, weights, args.opts)
         features = {}
         for folder in (args.source, args.target):
-            batches = image_batches(
-                folder,
-                args.num_images,
-                args.size,
-                args.batch_size,
-                cfg.MODEL.PIXEL_MEAN,
-                cfg.MODEL.PIXEL_STD,
-                cfg.INPUT.FORMAT,
-            )
+            batches = batches_of(folder, args, cfg, model)
             features[folder] = layer_features(model, batches)
             if len(next(iter(features[folder].values()))) < 2:
                 raise UserError(f"{folder!r} holds one image; give at least two of each set")
@@ -81,9 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add("--source", required=True, metavar="DIR", help="folder of images, at least two")
     add("--target", required=True, metavar="DIR", help="folder of images, at least two")
     add("--output", required=True, metavar="DIR", help="folder of the results")
-    add("--num-images", type=int, default=200, help="of each folder (default: %(default)s)")
-    add("--size", type=int, default=224, help="of the square images (default: %(default)s)")
-    add("--batch-size", type=int, default=8, help="(default: %(default)s)")
+    add_image_arguments(parser, num_images=200)
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config's keys")
     return parser
 

@@ -11,8 +11,7 @@ from sw_detectron.analysis import (
     whitening_report,
     whitening_table,
 )
-from sw_detectron.data.images import image_batches
-from sw_detectron.engine import load_model
+from sw_detectron.engine import add_image_arguments, batches_of, load_model
 from sw_detectron.errors import UserError
 
 EXAMPLES = """
@@ -44,15 +43,7 @@ HEADER = (
 def main(args: argparse.Namespace) -> None:
     output = make_folder(args.output)
     cfg, model = load_model(args.config, args.weights, args.opts)
-    batches = image_batches(
-        args.images,
-        args.num_images,
-        args.size,
-        args.batch_size,
-        cfg.MODEL.PIXEL_MEAN,
-        cfg.MODEL.PIXEL_STD,
-        cfg.INPUT.FORMAT,
-    )
+    batches = batches_of(args.images, args, cfg, model)
     report = whitening_report(model, batches)
     print(whitening_table(report))
     rows = []
@@ -75,9 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--weights", required=True, metavar="FILE", help="a trained checkpoint")
     add("--images", required=True, metavar="DIR", help="folder of images")
     add("--output", required=True, metavar="DIR", help="folder of the results")
-    add("--num-images", type=int, default=32, help="(default: %(default)s)")
-    add("--size", type=int, default=224, help="of the square images (default: %(default)s)")
-    add("--batch-size", type=int, default=8, help="(default: %(default)s)")
+    add_image_arguments(parser, num_images=32)
     add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config's keys")
     return parser
 

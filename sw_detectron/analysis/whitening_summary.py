@@ -82,20 +82,18 @@ def whitening_figure(report: dict[str, Whiteness]) -> Figure:
     residuals = torch.stack(
         [layer.residuals.flatten(1).median(dim=1)[0] for layer in report.values()]
     )
-    iterations = np.arange(1, MOST_ITERATIONS + 1)
     mesh = convergence.pcolormesh(
-        positions,
-        iterations,
+        np.arange(len(names) + 1) - 0.5,
+        np.arange(MOST_ITERATIONS + 1) + 0.5,
         residuals.clamp(min=_COLORED[0]).numpy(force=True).T,
         norm=LogNorm(*_COLORED),
         cmap="cividis",
-        shading="nearest",
     )
     used = [(p, w.num_iterations) for p, w in zip(positions, report.values()) if w.num_iterations]
     if used:
         convergence.plot(*zip(*used), "o", color="white", markeredgecolor="black", markersize=5)
     convergence.set_ylabel("T")
-    convergence.set_yticks(iterations[1::2])
+    convergence.set_yticks(range(2, MOST_ITERATIONS + 1, 2))
     figure.colorbar(mesh, ax=convergence, extend="min", label="|W Σ̂ W − I| / √G")
     label_layers(convergence, names)
     return figure

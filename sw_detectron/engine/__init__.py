@@ -1,5 +1,6 @@
 """Training and evaluation."""
 
+from .image_arguments import add_image_arguments, batches_of
 from .launch import launch
 from .setup import argument_parser, load_config, load_model, setup
 from .train import train_or_evaluate
@@ -7,7 +8,9 @@ from .trainer import Trainer
 
 __all__ = [
     "Trainer",
+    "add_image_arguments",
     "argument_parser",
+    "batches_of",
     "launch",
     "load_config",
     "load_model",
