@@ -33,10 +33,10 @@ class Trainer(DefaultTrainer):
 
     Beyond Detectron2's: prints the SW layers, records their importance ratios, writes checkpoints
     whole or not at all, continues the sequence of training images on resuming, and ends with a page
-    about the run. If SEED is not
-    negative, DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed
-    run is equal to an uninterrupted one; with workers, or with images grouped by shape, it sees
-    other augmentations and another grouping of the same images.
+    about the run. If SEED is not negative, DATALOADER.NUM_WORKERS is 0 and
+    DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal to an uninterrupted one; with
+    workers, or with images grouped by shape, it sees other augmentations and another grouping of
+    the same images.
     """
 
     def __init__(self, cfg: CfgNode):

@@ -138,11 +138,11 @@ def _predictions(cfg: CfgNode, folder: Path) -> str:
     if not cfg.DATASETS.TEST or not path.is_file():
         return ""
     name = cfg.DATASETS.TEST[-1]  # each data set overwrites the file of the one before
-    if "annotations" not in DatasetCatalog.get(name)[0]:
+    if not all("annotations" in image for image in DatasetCatalog.get(name)[:1]):
         return ""
     try:
         figure = predictions_figure(name, path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logger.warning(f"No picture of predictions: {error}")
         return ""
     return _image(figure, "png", "image/png", f"ground truth beside predictions on {name}")
