@@ -1,7 +1,6 @@
 """Checkpoints of BN ResNets become SW ones: names, values, configs, and what is said about them."""
 
 import importlib.util
-import logging
 import pickle
 import re
 import shlex
@@ -16,12 +15,13 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import get_cfg
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone, build_model
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from sw_detectron import SwitchWhiten2d, UserError, add_sw_config
 from sw_detectron.checkpoint import Checkpointer, read_checkpoint
-from sw_detectron.checkpoint.convert import convert_checkpoint
+from sw_detectron.checkpoint.convert import Images, convert_checkpoint
 from sw_detectron.engine.setup import load_config
 from sw_detectron.modeling.summary import sw_layers
 
@@ -342,10 +342,15 @@ def caffe2_blobs(seed=0):
     return {name: np.asarray(blob, np.float32) for name, blob in blobs.items()}
 
 
-def test_caffe2_names_as_detectron2_maps_them(tool, tmp_path, capsys, caplog):
-    blobs = caffe2_blobs()
-    (tmp_path / "R-50.pkl").write_bytes(pickle.dumps({"blobs": blobs}, protocol=2))
-    tool(tmp_path / "R-50.pkl", tmp_path / "out.pkl", "--placement", "none")
+@pytest.fixture(scope="module")
+def caffe2_pickle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("caffe2") / "R-50.pkl"
+    path.write_bytes(pickle.dumps({"blobs": caffe2_blobs()}, protocol=2))
+    return path
+
+
+def test_caffe2_names_as_detectron2_maps_them(tool, caffe2_pickle, tmp_path, capsys):
+    tool(caffe2_pickle, tmp_path / "out.pkl", "--placement", "none")
     printed = capsys.readouterr().out
     assert "not used: conv1_b" in printed
     cfg = merge_printed_config(sw_cfg(), printed)
@@ -356,21 +361,16 @@ def test_caffe2_names_as_detectron2_maps_them(tool, tmp_path, capsys, caplog):
     net, incompatible = build_loaded(cfg)
     assert not incompatible.missing_keys
     reference = build_backbone(cfg, ShapeSpec(channels=3)).eval()
-    with caplog.at_level(logging.ERROR):
-        DetectionCheckpointer(reference).load(str(tmp_path / "R-50.pkl"))
+    DetectionCheckpointer(reference).load(str(caffe2_pickle))
     expected = reference.state_dict()
     for name, tensor in net.state_dict().items():
-        if name.endswith("running_var"):  # 1 - ε, by a float64 or a float32 subtraction
-            torch.testing.assert_close(tensor, expected[name], rtol=2e-7, atol=0)
-        else:
-            assert torch.equal(tensor, expected[name]), name
+        assert torch.equal(tensor, expected[name]), name
     model = read_checkpoint(tmp_path / "out.pkl")
-    assert torch.equal(model["linear.weight"], torch.from_numpy(blobs["fc1000_w"]))
+    assert torch.equal(model["linear.weight"], torch.from_numpy(caffe2_blobs()["fc1000_w"]))
 
 
-def test_folded_bn_is_said(tmp_path):
-    (tmp_path / "R-50.pkl").write_bytes(pickle.dumps(caffe2_blobs(), protocol=2))
-    result = convert_checkpoint(tmp_path / "R-50.pkl")
+def test_folded_bn_is_said(caffe2_pickle):
+    result = convert_checkpoint(caffe2_pickle)
     assert len(result.placed) == 7
     assert [note for note in result.notes if "--calibrate" in note and "unknown" in note]
 
@@ -511,12 +511,67 @@ def test_half_precision_becomes_float32(resnet50, tmp_path):
     assert torch.equal(weight, net.layer1[0].conv1.weight.half().float())
 
 
-def test_our_checkpointer_reads_caffe2_as_detectron2_does(tmp_path):
-    (tmp_path / "R-50.pkl").write_bytes(pickle.dumps(caffe2_blobs(), protocol=2))
+def test_our_checkpointer_reads_caffe2_as_detectron2_does(caffe2_pickle):
     cfg = sw_cfg()
     cfg.MODEL.RESNETS.NORM, cfg.MODEL.SW.PLACEMENT = "FrozenBN", "none"
     ours, theirs = (build_backbone(cfg, ShapeSpec(channels=3)) for _ in range(2))
-    Checkpointer(ours).load(str(tmp_path / "R-50.pkl"))
-    DetectionCheckpointer(theirs).load(str(tmp_path / "R-50.pkl"))
+    Checkpointer(ours).load(str(caffe2_pickle))
+    DetectionCheckpointer(theirs).load(str(caffe2_pickle))
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def picture_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for i in range(3):
+        pixels = rng.integers(0, 256, (7, 7, 3), np.uint8)
+        Image.fromarray(pixels).resize((224, 224)).save(folder / f"{i}.png")
+    return folder
+
+
+def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
+    """The network computes what it did, and its norms know the moments of their inputs."""
+    pytest.importorskip("sw_detectron.modeling.calibration")
+    images = Images(str(picture_folder), 3)
+    found = convert_checkpoint(caffe2_pickle, placement="none", images=images).model
+    cfg = sw_cfg()
+    cfg.MODEL.SW.PLACEMENT, cfg.MODEL.RESNETS.STRIDE_IN_1X1 = "none", True
+    pictures = [Image.open(path) for path in sorted(picture_folder.iterdir())]
+    rgb = torch.tensor(np.stack([np.asarray(picture) for picture in pictures])).float()
+    x = rgb.flip(3).permute(0, 3, 1, 2) - torch.tensor([103.530, 116.280, 123.675])[:, None, None]
+    net, folded = (build_backbone(cfg, ShapeSpec(channels=3)).eval() for _ in range(2))
+    net.load_state_dict(found, strict=False)
+    DetectionCheckpointer(folded).load(str(caffe2_pickle))
+    with torch.no_grad():
+        ours, expected = net(x)["res5"], folded(x)["res5"]
+        conv1 = nn.functional.conv2d(x.double(), folded.stem.conv1.weight.double(), None, 2, 3)
+    # 53 norms scale in float32, each another way round.
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    mean, variance = conv1.mean((0, 2, 3)), conv1.var((0, 2, 3), correction=0)
+    torch.testing.assert_close(
+        found["stem.conv1.norm.running_mean"].double(), mean, rtol=1e-4, atol=1e-2
+    )
+    torch.testing.assert_close(
+        found["stem.conv1.norm.running_var"].double(), variance, rtol=1e-4, atol=0
+    )
+    result = convert_checkpoint(caffe2_pickle, placement=[1], images=images)
+    cov = torch.cov(conv1[:, 16:32].transpose(0, 1).flatten(1), correction=0)
+    torch.testing.assert_close(
+        result.model["stem.conv1.norm.running_cov"][1].double(),
+        cov,
+        rtol=1e-4,
+        atol=1e-4 * cov.max(),
+    )
+    assert not result.notes
+
+
+def test_warm_start(resnet50):
+    pytest.importorskip("sw_detectron.modeling.warm_start")
+    _, path = resnet50
+    result = convert_checkpoint(path, norm="SWb", whitening="eigh", start_as_bn=True)
+    weights = result.model["res4.4.conv2.norm.sw_var_weight"].softmax(0)
+    assert weights[2] > 0.999  # of bw, iw, bn, in, ln
+    with pytest.raises(UserError, match="bn in its set"):
+        convert_checkpoint(path, start_as_bn=True)

@@ -6,7 +6,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from ..errors import UserError
-from .reading import read_file
+from .reading import read_file, weights_in
 
 
 class Checkpointer(DetectionCheckpointer):
@@ -51,9 +51,11 @@ class Checkpointer(DetectionCheckpointer):
         data = read_file(filename)
         if "model" in data and "__author__" in data:
             return data
-        blobs = data.get("blobs", data)
-        weights = {name: blob for name, blob in blobs.items() if not name.endswith("_momentum")}
+        weights, _ = weights_in(data, filename)
+        weights = {name: value for name, value in weights.items() if not name.endswith("_momentum")}
         return {"model": weights, "__author__": "Caffe2", "matching_heuristics": True}
 
     def _torch_load(self, f: str) -> dict:
-        return read_file(f)
+        contents = read_file(f)
+        weights_in(contents, f)  # that there are any
+        return contents

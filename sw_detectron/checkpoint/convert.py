@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,9 @@ from . import sources
 from .reading import read_file, weights_in
 from .sources import Architecture, Backbone
 
-# A norm y = s x + b is a BN with these running values, as Detectron2's FrozenBN has it.
-BN_EPS = 1e-5
-FOLDED_VAR = 1 - BN_EPS
+# The running variances of a norm y = s x + b in Detectron2: loaded from Caffe2's weights it is 1,
+# and initially, such that it is that norm exactly, 1 - ε.
+FOLDED_VARIANCES = (1.0, 1 - 1e-5)
 
 # Side of the square images that statistics are taken of.
 IMAGE_SIZE, CIFAR_IMAGE_SIZE = 224, 32
@@ -112,10 +113,11 @@ def convert_checkpoint(
     """
     contents = read_file(path)
     tensors, left_out = weights_in(contents, path)
-    backbone = sources.find_backbone(tensors, source)
-    architecture = sources.recognize_architecture(backbone)
-    weights = _checked(backbone)
-    folded = _fold_running_values(backbone.source, weights)
+    with _naming(path):
+        backbone = sources.find_backbone(tensors, source)
+        architecture = sources.recognize_architecture(backbone)
+        weights = _checked(backbone)
+        folded = _fold_running_values(backbone.source, weights)
     config, notes = _source_config(backbone, architecture, contents.get("__author__"), folded)
     own_layers = _own_sw_layers(weights)
     if placement is None:
@@ -133,13 +135,15 @@ def convert_checkpoint(
         config["MODEL.SW.WHITENING"] = whitening
 
     cfg = _make_cfg(config, architecture)
-    with torch.device("meta"):  # nothing is allocated until names and shapes are found to fit
+    # Nothing is allocated until names and shapes are found to fit.
+    with _naming(path), torch.device("meta"):
         resnet = _build(cfg, architecture)
         if own_layers:
             numbers = {conv.name: conv.number for conv in numbered_convs(resnet)}
             placement = [numbers[name] for name in own_layers if name in numbers]
             _replace(resnet, placement, cfg)
-    _load(resnet, weights)
+    with _naming(path):
+        _load(resnet, weights)
     if folded and images:
         _unfuse(resnet, images, cfg, architecture)
     replaced = {} if own_layers else _replace(resnet, placement, cfg)
@@ -177,6 +181,15 @@ def convert_checkpoint(
     )
 
 
+@contextmanager
+def _naming(path: str | os.PathLike) -> Iterator[None]:
+    """Begin the messages of errors with the checkpoint's path."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{os.fspath(path)!r}: {error}") from None
+
+
 def _checked(backbone: Backbone) -> dict[str, Tensor]:
     """The backbone's tensors in float32.
 
@@ -204,8 +217,11 @@ def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
     means = {k: v for k, v in weights.items() if k.endswith(".running_mean")}
     if means:
         variances = [v for k, v in weights.items() if k.endswith(".running_var")]
-        is_one = all(((v == 1) | ((v - FOLDED_VAR).abs() < 1e-7)).all() for v in variances)
-        return is_one and not any(mean.any() for mean in means.values())
+        folded = all(
+            any(((variance - one).abs() < 1e-7).all() for one in FOLDED_VARIANCES)
+            for variance in variances
+        )
+        return folded and not any(mean.any() for mean in means.values())
     norms = [k.removesuffix(".weight") for k in weights if k.endswith(".norm.weight")]
     if source != "caffe2":
         raise UserError(
@@ -214,7 +230,7 @@ def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
         )
     for norm in norms:
         weights[f"{norm}.running_mean"] = torch.zeros_like(weights[f"{norm}.weight"])
-        weights[f"{norm}.running_var"] = torch.full_like(weights[f"{norm}.weight"], FOLDED_VAR)
+        weights[f"{norm}.running_var"] = torch.ones_like(weights[f"{norm}.weight"])
     return True
 
 

@@ -30,6 +30,11 @@ WEIGHTS_KEYS = ("model", "state_dict", "blobs")
 # Tensors can share storage, so there may be more of them than bytes; but not without bound.
 MAX_EXPANSION = 8
 
+PLAIN_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+)
+
 TORCH_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -135,7 +140,7 @@ def _reader(path: str, head: bytes) -> Callable[[str], object]:
         raise UserError(f"{path!r} is a Git LFS pointer, not the checkpoint; run git lfs pull")
     if head.lstrip().startswith(b"<"):
         raise UserError(f"{path!r} is a web page, not a checkpoint; download it again")
-    if path.endswith(".safetensors") or head[8:9] == b"{":
+    if path.endswith(".safetensors") or head[7:9] == b"\0{":
         return _read_safetensors
     if path.endswith(".pkl") or head.startswith(b"\x80"):
         return _read_pickle
@@ -154,8 +159,8 @@ def _reason(error: Exception) -> str:
             f"it holds a Python object ({blocked[1][:100]}), which is not loaded because that can "
             "run code; save the state dict alone"
         )
-    if "TorchScript" in text:
-        return "it is a TorchScript program; save the module's state_dict() instead"
+    weights_only = re.search(r"WeightsUnpickler error: (.*)", text)
+    text = weights_only[1] if weights_only else text
     if isinstance(error, MemoryError):
         return "it claims more data than memory can hold; get it again"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -171,6 +176,11 @@ def _read_torch(path: str) -> object:
 def _read_zip(path: str) -> object:
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
+    if any(record.filename.endswith("/constants.pkl") for record in records):
+        raise UserError(
+            f"{path!r} is a TorchScript program, which would have to be run; save the module's "
+            "state_dict() instead"
+        )
     # torch.save stores without compression; a few compressed bytes could unpack to any size.
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise UserError(f"{path!r} is a compressed archive, not a checkpoint; unpack it first")
@@ -198,6 +208,11 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"encoding {encoding!r}")
     return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    """How it writes none."""
+    return b""
 
 
 def _dtype(name: str, *_) -> np.dtype:
@@ -233,6 +248,7 @@ class _ArrayUnpickler(pickle._Unpickler):
     ALLOWED = {
         "collections.OrderedDict": OrderedDict,
         "_codecs.encode": _encode,
+        "__builtin__.bytes": _no_bytes,
         "numpy.dtype": _dtype,
         "numpy.ndarray": None,  # an argument of _reconstruct; calling it is refused
     }

@@ -195,6 +195,8 @@ def recognize_architecture(backbone: Backbone) -> Architecture:
         if match
     }
     stages = sorted({stage for stage, _ in found})
+    if not stages:
+        raise UserError(f"it has no stage of a ResNet by the names of source {backbone.source!r}")
     counts = tuple(sum(stage == number for number, _ in found) for stage in stages)
     stem = _shape(weights, STEM, 4)
     if backbone.source == "cifar" or (stem[2:] == (3, 3) and 5 not in stages):

@@ -70,6 +70,8 @@ def write_checkpoint(
         os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    except RuntimeError:  # what torch.save makes of an OSError
+        raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
