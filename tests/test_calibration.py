@@ -2,6 +2,7 @@
 images of a folder; and precise statistics in training."""
 
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_moments_of_one_batch_equal_numpy(size):
 
 @pytest.mark.parametrize("num_images", [6, 5, 4, 1])
 def test_moments_of_several_batches_weigh_pixels(num_images):
-    """4 and 1 cut a batch in the middle."""
+    """4 and 1 images cut a batch in the middle."""
     net = make_net().eval()
     images = [image[None] for batch in make_batches() for image in batch]
     moments = input_moments(net, sw_and_bn(net), make_batches(), num_images)
@@ -215,7 +216,7 @@ def test_a_failing_calibration_leaves_everything_as_it_was():
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
-# Of three batches, the first so many images or batches on each rank.
+# How many batches, of two images each, the two ranks have.
 SHARES = {"equal": (3, 3), "unequal": (5, 1), "none": (6, 0)}
 
 
@@ -372,7 +373,6 @@ def test_batches_are_normalized_squares(tmp_path):
 SCHEDULE = """
     SOLVER.MAX_ITER 4 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.STEPS () TEST.EVAL_PERIOD 2
     TEST.PRECISE_BN.ENABLED True TEST.PRECISE_BN.NUM_ITER 3 DATASETS.TEST ()
-    INPUT.RANDOM_FLIP none
 """.split()
 
 
@@ -398,7 +398,7 @@ def train(folder, *overrides):
     return trainer
 
 
-def check_sw_layers(cfg: CfgNode, path):
+def check_running_values(cfg: CfgNode, path):
     """The running values in a checkpoint are those of its weights over the first batches.
 
     Nothing in the data loader is random but the order, which is the seed's.
@@ -406,53 +406,56 @@ def check_sw_layers(cfg: CfgNode, path):
     weights = torch.load(path)["model"]
     model = Trainer.build_model(cfg).train()
     model.load_state_dict(weights)
-    batches = [b for b, _ in zip(Trainer.build_train_loader(cfg), range(3))]
-    inputs, handles = {}, []
-    for name, module in model.named_modules():
-        if isinstance(module, SwitchWhiten2d):
-            keep = inputs.setdefault(name, []).append
-            hook = lambda _, x, keep=keep: keep(x[0].transpose(0, 1).flatten(1).numpy())  # noqa: E731
-            module.register_forward_pre_hook(hook)
+    batches = [batch for batch, _ in zip(Trainer.build_train_loader(cfg), range(3))]
+    layers = {n: m for n, m in model.backbone.named_modules() if hasattr(m, "running_mean")}
+    inputs = {name: [] for name in layers}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(
+            lambda _, x, name=name: inputs[name].append(x[0].transpose(0, 1).flatten(1).numpy())
+        )
     with torch.no_grad():
         for batch in batches:
             model.backbone(model.preprocess_image(batch).tensor)
-    assert len(inputs) == 5
-    for name, pixels in inputs.items():
-        pixels = np.concatenate(pixels, axis=1, dtype=np.float64)
-        cov = np.stack([np.cov(p, bias=True) for p in np.split(pixels, len(pixels) // 16)])
-        # Stored as float32; the network's own sums may be taken in another order.
-        check(weights[f"{name}.running_mean"], pixels.mean(axis=1), 1e-5)
-        check(weights[f"{name}.running_cov"], cov, 1e-5)
+    for name, layer in layers.items():
+        pixels = np.concatenate(inputs[name], axis=1, dtype=np.float64)
+        # Stored as float32, and fvcore averages float32 moments of BN over three batches.
+        check(weights[f"backbone.{name}.running_mean"], pixels.mean(axis=1), 1e-5)
+        if isinstance(layer, SwitchWhiten2d):
+            groups = np.split(pixels, len(pixels) // 16)
+            cov = np.stack([np.cov(group, bias=True) for group in groups])
+            check(weights[f"backbone.{name}.running_cov"], cov, 1e-5)
+        else:
+            check(weights[f"backbone.{name}.running_var"], pixels.var(axis=1), 1e-5)
+    return sum(isinstance(layer, SwitchWhiten2d) for layer in layers.values()), len(layers)
 
 
-def test_precise_statistics_are_in_the_checkpoints_and_resuming_finds_the_same(shapes, tmp_path):
-    trainer = train(tmp_path / "whole")
+def test_precise_statistics_of_sw_and_bn_are_in_the_checkpoints(shapes, tmp_path):
+    trainer = train(tmp_path, "INPUT.RANDOM_FLIP", "none")
     for name in ("model_0000001.pth", "model_final.pth"):
-        check_sw_layers(trainer.cfg, tmp_path / "whole" / name)
-    # BN in the same run, as Detectron2's PreciseBN: not moved by momentum since iteration 4.
-    saved = torch.load(tmp_path / "whole/model_final.pth")
-    name = "backbone.bottom_up.res2.0.conv1.norm.running_mean"
-    assert not any(torch.isnan(v).any() for v in saved["model"].values())
-    assert saved["model"][name].abs().max() > 0
+        # 17 convolutions and 3 shortcuts of the ResNet, 8 of the FPN
+        assert check_running_values(trainer.cfg, tmp_path / name) == (5, 28)
 
+
+def test_a_resumed_run_finds_the_same_precise_statistics(shapes, tmp_path):
+    """With augmentation, which draws from the same random numbers as the proposals."""
     (tmp_path / "cut").mkdir()
-    (tmp_path / "cut/model_0000001.pth").write_bytes(
-        (tmp_path / "whole/model_0000001.pth").read_bytes()
-    )
+    train(tmp_path / "whole")
+    shutil.copy(tmp_path / "whole/model_0000001.pth", tmp_path / "cut")
     (tmp_path / "cut/last_checkpoint").write_text("model_0000001.pth")
     assert train(tmp_path / "cut").start_iter == 2
-    same(torch.load(tmp_path / "cut/model_final.pth"), saved)
+    final = [torch.load(tmp_path / run / "model_final.pth") for run in ("whole", "cut")]
+    same(*final)
 
 
-def test_precise_statistics_without_any_batch_norm_and_without_any_layer(shapes, tmp_path):
-    no_bn = [f"MODEL.{k}.NORM" for k in ("RESNETS", "FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD")]
-    no_bn = [word for key in no_bn for word in (key, "GN")]
-    # TINY's box head is one without a norm that GN's 32 groups would not divide
-    trainer = train(
-        tmp_path / "run", *no_bn, "MODEL.ROI_MASK_HEAD.CONV_DIM", "32", "SOLVER.MAX_ITER", "1"
-    )
-    check_sw_layers(trainer.cfg, tmp_path / "run/model_final.pth")
-    assert sum(isinstance(hook, PreciseStats) for hook in trainer._hooks) == 1
-    for overrides in (["MODEL.SW.NORM", "IW", *no_bn], ["TEST.PRECISE_BN.ENABLED", "False"]):
-        trainer = make_trainer(tmp_path / "none", *overrides, "MODEL.ROI_MASK_HEAD.CONV_DIM", "32")
-        assert not any(isinstance(hook, PreciseStats) for hook in trainer._hooks)
+def test_precise_statistics_without_batch_norm(shapes, tmp_path):
+    keys = [f"MODEL.{k}.NORM" for k in ("RESNETS", "FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD")]
+    overrides = [word for key in keys for word in (key, "GN")]
+    overrides += ["MODEL.ROI_MASK_HEAD.CONV_DIM", "32", "INPUT.RANDOM_FLIP", "none"]  # 32 groups
+    trainer = train(tmp_path / "run", *overrides, "SOLVER.MAX_ITER", "1")
+    assert check_running_values(trainer.cfg, tmp_path / "run/model_final.pth") == (5, 5)
+
+    trainers = [
+        make_trainer(tmp_path / "nothing", *overrides, "MODEL.SW.NORM", "IW"),
+        make_trainer(tmp_path / "off", "TEST.PRECISE_BN.ENABLED", "False"),
+    ]
+    assert not any(isinstance(hook, PreciseStats) for t in trainers for hook in t._hooks)

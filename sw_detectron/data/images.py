@@ -93,12 +93,13 @@ def image_batches(
     images = itertools.islice(folder, num_images)
     total = min(num_images, len(folder))
     hidden = not comm.is_main_process()
-    bar = tqdm(images, desc="images", total=total, unit="image", disable=hidden)
-    normalized = ((_square(image, size, format) - mean) / std for image in bar)
+    normalized = ((_square(image, size, format) - mean) / std for image in images)
     used = 0
-    while batch := list(itertools.islice(normalized, batch_size)):
-        used += len(batch)
-        yield torch.stack(batch)
+    with tqdm(total=total, desc="images", unit="image", disable=hidden) as bar:
+        while batch := list(itertools.islice(normalized, batch_size)):
+            used += len(batch)
+            bar.update(len(batch))
+            yield torch.stack(batch)
     if not used:
         raise UserError(f"none of the images below {str(directory)!r} can be decoded")
 

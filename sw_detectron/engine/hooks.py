@@ -1,6 +1,7 @@
 """What happens around each training iteration besides the step itself."""
 
 import itertools
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +16,8 @@ from tqdm import tqdm
 from ..layers import SwitchWhiten2d
 from ..modeling.calibration import PooledMoments, calibrated_layers, set_running_values
 from ..modeling.summary import sw_layers
+
+logger = logging.getLogger(__name__)
 
 
 class SeedIterations(HookBase):
@@ -93,18 +96,14 @@ class PreciseStats(HookBase):
     @torch.no_grad()
     def _update(self) -> None:
         layers = calibrated_layers(self._model)
-        batches = tqdm(
-            itertools.islice(self._data_loader, self._num_iter),
-            desc="precise statistics",
-            total=self._num_iter,
-            unit="batch",
-            disable=not comm.is_main_process(),
-        )
+        logger.info(f"Precise statistics of {len(layers)} SW layers: {self._num_iter} batches ...")
+        batches = itertools.islice(self._data_loader, self._num_iter)
+        progress = "tqdm" if comm.is_main_process() else None
         with PooledMoments(layers) as pooled, EventStorage():  # whose events nobody reads
             if get_bn_modules(self._model):
-                update_bn_stats(self._model, batches, self._num_iter)
+                update_bn_stats(self._model, batches, self._num_iter, progress)
             else:
-                for batch in batches:
+                for batch in tqdm(batches, total=self._num_iter, disable=progress is None):
                     self._model(batch)
         for name, (mean, cov) in pooled.result().items():
             set_running_values(layers[name][0], mean, cov)

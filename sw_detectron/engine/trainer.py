@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 class Trainer(DefaultTrainer):
     """The `DefaultTrainer` of `tools/train_net.py`.
 
-    Beyond Detectron2's: prints the SW layers, records their importance ratios, writes checkpoints
-    whole or not at all, continues the sequence of training images on resuming, and ends with a page
-    about the run. If SEED is not negative, DATALOADER.NUM_WORKERS is 0 and
-    DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal to an uninterrupted one; with
-    workers, or with images grouped by shape, it sees other augmentations and another grouping of
-    the same images.
+    Beyond Detectron2's: prints the SW layers, records their importance ratios, gives them precise
+    statistics with TEST.PRECISE_BN, writes checkpoints whole or not at all, continues the sequence
+    of training images on resuming, and ends with a page about the run. If SEED is not negative,
+    DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal
+    to an uninterrupted one; with workers, or with images grouped by shape, it sees other
+    augmentations and another grouping of the same images.
     """
 
     def __init__(self, cfg: CfgNode):
