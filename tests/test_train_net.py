@@ -240,6 +240,7 @@ def test_training_records_importance_ratios_and_evaluates(datasets, tmp_path):
     results = json.loads((tmp_path / "inference/coco_instances_results.json").read_text())
     assert isinstance(results, list)
     assert any("bbox/AP" in r for r in records)
+    assert "ground truth beside predictions" in (tmp_path / "report.html").read_text()
     again = run(
         [*TRAIN_NET, "--config", SHAPES, "--eval-only", "--resume", *arguments]
         + ["OUTPUT_DIR", str(tmp_path)],

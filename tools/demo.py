@@ -23,6 +23,7 @@ def demo(args: argparse.Namespace) -> None:
     )
     print(f"{output}/predictions.png: ground truth beside predictions")
     print(f"{output}/curves.png: the loss, and what each SW layer chose")
+    print(f"{output}/report.html: all of it on one page")
 
 
 if __name__ == "__main__":

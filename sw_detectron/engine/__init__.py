@@ -1,17 +1,21 @@
 """Training and evaluation."""
 
+from .image_arguments import add_image_arguments, batches_of
 from .launch import launch
 from .lazy import load_lazy_config, train_or_evaluate_lazy
-from .setup import argument_parser, load_config, setup
+from .setup import argument_parser, load_config, load_model, setup
 from .train import train_or_evaluate
 from .trainer import Trainer
 
 __all__ = [
     "Trainer",
+    "add_image_arguments",
     "argument_parser",
+    "batches_of",
     "launch",
     "load_config",
     "load_lazy_config",
+    "load_model",
     "setup",
     "train_or_evaluate",
     "train_or_evaluate_lazy",

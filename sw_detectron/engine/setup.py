@@ -8,10 +8,13 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_argument_parser, default_setup
+from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
+from torch import nn
 
+from ..checkpoint import Checkpointer
 from ..config import add_sw_config, find_config
 from ..data.slices import register_slice
 from ..errors import UserError
@@ -76,6 +79,23 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
     return cfg
+
+
+def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode, nn.Module]:
+    """A trained model in evaluation mode, and its config.
+
+    Args:
+        config_file, opts: see `load_config`.
+        weights: path of a checkpoint.
+
+    Raises:
+        UserError: a file, a key or a value is wrong.
+    """
+    cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
+    check_weights(cfg, resume=False)
+    model = build_model(cfg)
+    Checkpointer(model).load(cfg.MODEL.WEIGHTS)
+    return cfg, model.eval()
 
 
 def setup(args: argparse.Namespace) -> CfgNode:

@@ -22,6 +22,7 @@ from ..checkpoint import Checkpointer
 from ..data.sampler import build_resumable_train_loader
 from ..errors import UserError
 from ..evaluation.evaluators import build_evaluator
+from ..evaluation.report import write_report
 from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import sw_table
 from .hooks import ImportanceWriter, PreciseStats, SeedIterations, StopImportance
@@ -35,11 +36,11 @@ class Trainer(DefaultTrainer):
 
     Beyond Detectron2's: prints the SW layers, trains their parameters by the keys of SOLVER that
     are theirs, records their importance ratios, gives them precise statistics with
-    TEST.PRECISE_BN, writes checkpoints whole or not at all, and continues the sequence of training
-    images on resuming. If SEED is not negative, DATALOADER.NUM_WORKERS is 0 and
-    DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal to an uninterrupted one; with
-    workers, or with images grouped by shape, it sees other augmentations and another grouping of
-    the same images.
+    TEST.PRECISE_BN, writes checkpoints whole or not at all, continues the sequence of training
+    images on resuming, and ends with a page about the run. If SEED is not negative,
+    DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal
+    to an uninterrupted one; with workers, or with images grouped by shape, it sees other
+    augmentations and another grouping of the same images.
     """
 
     def __init__(self, cfg: CfgNode):
@@ -71,10 +72,21 @@ class Trainer(DefaultTrainer):
             self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
 
     def train(self) -> OrderedDict:
-        """Train; returns the results of the last evaluation, empty but on the main process."""
+        """Train, and write OUTPUT_DIR/report.html; returns the results of the last evaluation,
+        empty but on the main process."""
         # Without DefaultTrainer's comparison with TEST.EXPECTED_RESULTS, which ends the program.
         TrainerBase.train(self, self.start_iter, self.max_iter)
+        if comm.is_main_process():
+            self._write_report(self._last_eval_results)
         return self._last_eval_results
+
+    def _write_report(self, results: OrderedDict | None) -> None:
+        try:
+            path = write_report(self.cfg, self.model, results)
+        except (OSError, ValueError) as error:  # the training is done, and must not fail now
+            logger.warning(f"No report: {error}")
+        else:
+            logger.info(f"Report of the run: {path}")
 
     def build_hooks(self) -> list:
         # Without Detectron2's PreciseBN, which sees no SW and would read the data set for itself.

@@ -6,9 +6,8 @@ file. The figures are made without pyplot, and so leave its state and backend al
 
 import json
 import os
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,37 +17,30 @@ from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.structures import BoxMode
 from detectron2.utils.visualizer import Visualizer
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from ..analysis.drawing import (
+    PALETTE,
+    STATISTIC_COLORS,
+    plot_series,
+    save_figure,
+    style_iterations,
+)
+from ..analysis.importance import importance_curves
+from ..analysis.importance_figures import curves_height, draw_importance_curves
+from ..analysis.metrics import Series, read_metrics
 
 __all__ = [
     "STATISTIC_COLORS",
     "draw_predictions",
+    "losses_figure",
     "overlay_results",
     "plot_training_curves",
     "predictions_figure",
     "training_curves_figure",
 ]
 
-# The colours of Okabe and Ito, which stay apart for colour-blind readers. The whitening and the
-# standardization over the same axes share a hue: blue for the batch, orange for the instance.
-STATISTIC_COLORS = {
-    "bw": "#0072B2",
-    "iw": "#D55E00",
-    "bn": "#56B4E9",
-    "in": "#E69F00",
-    "ln": "#009E73",
-}
-"""Colour of each statistic of Switchable Whitening, the same in all pictures."""
-
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
-_MOMENT_STYLES = {"cov": "-", "mean": "--"}
-_RATIO_KEY = re.compile(r"sw/(?P<layer>.+)/(?P<moment>mean|cov)/(?P<statistic>\w+)")
-
-Series = tuple[np.ndarray, np.ndarray]
-"""Iterations and values, both of shape (N,); iterations ascend."""
+_LOSSES_HEIGHT = 3.4  # inches
 
 
 def draw_predictions(
@@ -63,7 +55,7 @@ def draw_predictions(
     See `predictions_figure` for the arguments and errors.
     """
     figure = predictions_figure(dataset_name, predictions, num_images, score_threshold)
-    _save(figure, output_path)
+    save_figure(figure, output_path)
 
 
 def plot_training_curves(
@@ -73,7 +65,7 @@ def plot_training_curves(
 
     See `training_curves_figure` for the arguments and errors.
     """
-    _save(training_curves_figure(metrics_json_path), output_path)
+    save_figure(training_curves_figure(metrics_json_path), output_path)
 
 
 def predictions_figure(
@@ -153,27 +145,24 @@ def training_curves_figure(metrics_json_path: str | os.PathLike) -> Figure:
         A figure of the total loss, the component losses, and one axes for each SW layer.
 
     Raises:
-        ValueError: the file cannot be read, or holds no records.
+        UserError: the file cannot be read, or holds no records.
     """
-    series = _load_series(metrics_json_path)
-    layers = defaultdict(dict)
-    for key, values in series.items():
-        match = _RATIO_KEY.fullmatch(key)
-        if match and match["statistic"] in STATISTIC_COLORS:
-            layers[match["layer"]][match["moment"], match["statistic"]] = values
-
-    losses_height = 3.4
+    series = read_metrics(metrics_json_path)
+    layers = importance_curves(series)
     if not layers:
-        figure = Figure(figsize=(12, losses_height), layout="constrained")
-        _plot_losses(figure, series)
-        return figure
-    columns = _grid_columns(len(layers))
-    rows = -(-len(layers) // columns)
-    ratios_height = 0.9 + rows * (2.6 if rows == 1 else 1.8)
-    figure = Figure(figsize=(12, losses_height + ratios_height), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(losses_height, ratios_height))
+        return losses_figure(series)
+    ratios_height = curves_height(len(layers))
+    figure = Figure(figsize=(12, _LOSSES_HEIGHT + ratios_height), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(_LOSSES_HEIGHT, ratios_height))
     _plot_losses(top, series)
-    _plot_ratios(bottom, layers, rows, columns)
+    draw_importance_curves(bottom, layers)
+    return figure
+
+
+def losses_figure(series: dict[str, Series]) -> Figure:
+    """Plot the total loss and the component losses among a run's records."""
+    figure = Figure(figsize=(12, _LOSSES_HEIGHT), layout="constrained")
+    _plot_losses(figure, series)
     return figure
 
 
@@ -216,7 +205,7 @@ def _overlay(pixels: np.ndarray, annotations: list[dict], metadata: Metadata) ->
             boxes=np.array(boxes, dtype=float),
             masks=masks if all(masks) else None,
             labels=[_label(annotation, metadata) for annotation in annotations],
-            assigned_colors=[mpl.colors.to_rgb(_PALETTE[c % len(_PALETTE)]) for c in categories],
+            assigned_colors=[mpl.colors.to_rgb(PALETTE[c % len(PALETTE)]) for c in categories],
             alpha=0.4,
         )
     return visualizer.get_output().get_image()
@@ -227,51 +216,22 @@ def _label(annotation: dict, metadata: Metadata) -> str:
     return f"{name} {annotation['score']:.0%}" if "score" in annotation else name
 
 
-def _load_series(path: str | os.PathLike) -> dict[str, Series]:
-    """Read every numeric entry of a `metrics.json` by its key."""
-    try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"Cannot read metrics from {path}: {error.strerror}") from error
-    values: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in _parse_records(lines):
-        for key, value in record.items():
-            if isinstance(value, (int, float)):
-                values[key][record["iteration"]] = value
-    if not values:
-        raise ValueError(f"Cannot read metrics from {path}: it holds no record of an iteration.")
-    return {
-        key: tuple(np.array(sorted(by_iteration.items()), dtype=float).T)
-        for key, by_iteration in values.items()
-    }
-
-
-def _parse_records(lines: Iterable[str]) -> Iterable[dict]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-            yield record
-
-
 def _plot_losses(figure: Figure | SubFigure, series: dict[str, Series]) -> None:
     total_axes, components_axes = figure.subplots(1, 2)
     total_axes.set_title("Total loss", fontsize=11)
     if "total_loss" in series:
         iterations, loss = series["total_loss"]
-        _plot(total_axes, iterations, loss, color=_PALETTE[0], alpha=0.3, label="as recorded")
-        _plot(total_axes, iterations, _smooth(loss), color=_PALETTE[0], label="smoothed")
+        plot_series(total_axes, iterations, loss, color=PALETTE[0], alpha=0.3, label="as recorded")
+        plot_series(total_axes, iterations, _smooth(loss), color=PALETTE[0], label="smoothed")
         total_axes.legend(loc="upper right", frameon=False, fontsize=9)
 
     components_axes.set_title("Component losses, smoothed", fontsize=11)
     # Colours recur with another line style when a model has more losses than there are colours.
-    components_axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=_PALETTE))
+    components_axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=PALETTE))
     components = sorted(key for key in series if key.startswith("loss"))
     for key in components:
         iterations, loss = series[key]
-        _plot(components_axes, iterations, _smooth(loss), linewidth=1.2, label=key)
+        plot_series(components_axes, iterations, _smooth(loss), linewidth=1.2, label=key)
     if components:  # the legend stands beside the axes, where it cannot hide a curve
         components_axes.legend(
             loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9
@@ -280,66 +240,7 @@ def _plot_losses(figure: Figure | SubFigure, series: dict[str, Series]) -> None:
     for axes in (total_axes, components_axes):
         axes.set_xlabel("iteration")
         axes.set_ylim(bottom=0)
-        _style(axes, ticks=6)
-
-
-def _plot_ratios(figure: SubFigure, layers: dict[str, dict], rows: int, columns: int) -> None:
-    names = sorted(layers, key=_natural_order)
-    for index, name in enumerate(names):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        for (moment, statistic), (iterations, ratio) in layers[name].items():
-            style = {"linestyle": _MOMENT_STYLES[moment], "color": STATISTIC_COLORS[statistic]}
-            _plot(axes, iterations, ratio, linewidth=1.4, **style)
-        axes.set_title(_shorten(name, 28), fontsize=9)
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_yticks((0, 0.5, 1))
-        _style(axes, ticks=4)
-        lowest_of_column = index + columns >= len(names)
-        axes.tick_params(labelsize=8, labelbottom=lowest_of_column, labelleft=index % columns == 0)
-
-    figure.supxlabel("iteration", fontsize=10)
-    figure.legend(
-        handles=_ratio_legend({key for curves in layers.values() for key in curves}),
-        title="Importance ratios of the statistics in each SW layer",
-        title_fontsize=11,
-        loc="outside upper center",
-        ncols=len(STATISTIC_COLORS) + len(_MOMENT_STYLES),
-        frameon=False,
-    )
-
-
-def _ratio_legend(shown: set[tuple[str, str]]) -> list[Line2D]:
-    """Legend entries of the statistics, by colour, and of the moments, by line style."""
-    moments = {moment for moment, _ in shown}
-    statistics = {statistic for _, statistic in shown}
-    return [
-        Line2D([], [], color=color, linewidth=3, label=statistic)
-        for statistic, color in STATISTIC_COLORS.items()
-        if statistic in statistics
-    ] + [
-        Line2D([], [], color="black", linestyle=style, label=label)
-        for moment, style, label in (("cov", "-", "covariance"), ("mean", "--", "mean"))
-        if moment in moments
-    ]
-
-
-def _grid_columns(num_panels: int) -> int:
-    """Few large panels, or many small ones that still have room for their titles."""
-    if num_panels <= 4:
-        return num_panels
-    return 3 if num_panels <= 6 else 4 if num_panels <= 16 else 5
-
-
-def _plot(axes: Axes, iterations: np.ndarray, values: np.ndarray, **style) -> None:
-    # A single record makes no line.
-    axes.plot(iterations, values, marker="o" if len(values) == 1 else None, **style)
-
-
-def _style(axes: Axes, ticks: int) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 90k rather than 90000
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+        style_iterations(axes, ticks=6)
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -353,25 +254,3 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     counts = np.convolve(finite, window, mode="same")
     sums = np.convolve(np.where(finite, values, 0.0), window, mode="same")
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0.5)
-
-
-def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts `res3.2` before `res3.10`."""
-    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
-
-
-def _shorten(name: str, length: int) -> str:
-    """Cut the beginning of a long layer name; its end tells layers apart."""
-    return name if len(name) <= length else "…" + name[1 - length :]
-
-
-def _save(figure: Figure, output_path: str | os.PathLike) -> None:
-    """Write a PNG so that no reader ever meets half of it."""
-    output_path = Path(output_path)
-    output_path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output_path.with_name(f".{output_path.name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format="png", dpi=110, bbox_inches="tight", pad_inches=0.15)
-        os.replace(temporary, output_path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""The page of a run: what was trained and what came of it, as one HTML file that needs no other."""
+
+import base64
+import io
+import logging
+import os
+from collections import defaultdict
+from html import escape
+from pathlib import Path
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from detectron2.evaluation.testing import flatten_results_dict
+from matplotlib.figure import Figure
+from tabulate import tabulate
+from torch import nn
+
+from ..analysis.drawing import PALETTE, plot_series, style_iterations
+from ..analysis.importance import final_ratios, importance_curves
+from ..analysis.importance_figures import final_ratios_figure, importance_curves_figure
+from ..analysis.metrics import Series, read_metrics
+from ..modeling.summary import sw_table
+from .pictures import losses_figure, predictions_figure
+
+logger = logging.getLogger(__name__)
+
+_STYLE = """
+body { font: 16px/1.5 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }
+img { max-width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; margin: 1em 0; }
+th, td { border-bottom: 1px solid #ccc; padding: 0.2em 0.8em; text-align: left; }
+pre { background: #f6f6f6; padding: 1em; overflow-x: auto; }
+"""
+
+
+def write_report(cfg: CfgNode, model: nn.Module, results: dict | None) -> Path:
+    """Write OUTPUT_DIR/report.html, whole or not at all.
+
+    It holds the config, the table of SW layers, the curves of losses, evaluations and importance
+    ratios, the results, and the predictions for a few images where the evaluation left any. All
+    pictures are inside; it refers to nothing outside.
+
+    Args:
+        cfg: of the run; OUTPUT_DIR has its `metrics.json`.
+        model: with its final weights.
+        results: of the last evaluation, by task, or by data set and task; None or empty if there
+            was none.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UserError: the run has no records.
+    """
+    folder = Path(cfg.OUTPUT_DIR)
+    series = read_metrics(folder)
+    results = flatten_results_dict(results or {})
+    curves = importance_curves(series)
+    sections = {
+        "Results": _results_tables(results),
+        "Predictions": _predictions(cfg, folder),
+        "Losses": _svg(losses_figure(series), "losses by iteration"),
+        "Evaluations": _evaluation_curves(series, results),
+        "SW layers": _pre(sw_table(model)),
+        "Importance ratios": "".join(
+            (
+                _svg(importance_curves_figure(curves), "importance ratios by iteration"),
+                _svg(final_ratios_figure(final_ratios(curves)), "final importance ratios"),
+            )
+            if curves
+            else ()
+        ),
+        "Config": f"<details><summary>all keys</summary>{_pre(cfg.dump())}</details>",
+    }
+    title = escape(folder.resolve().name)
+    body = "\n".join(f"<h2>{name}</h2>\n{text}" for name, text in sections.items() if text)
+    path = folder / "report.html"
+    temporary = folder / f".report.html.{os.getpid()}"
+    try:
+        temporary.write_text(
+            f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
+            f"{body}\n</body>\n</html>\n",
+            encoding="utf-8",
+        )
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _results_tables(results: dict[str, float]) -> str:
+    """A row for each task, and below it those of its single categories."""
+    text = ""
+    for task, metrics in _by_task(results).items():
+        main = {name: value for name, value in metrics.items() if not _of_category(name)}
+        categories = [
+            (name.partition("-")[2], _number(value))
+            for name, value in metrics.items()
+            if _of_category(name)
+        ]
+        if main:
+            text += _table([(task, *map(_number, main.values()))], ["task", *main])
+        if categories:
+            table = _table(categories, ["category", task])
+            text += f"<details><summary>{escape(task)} by category</summary>{table}</details>"
+    return text
+
+
+def _evaluation_curves(series: dict[str, Series], results: dict[str, float]) -> str:
+    """A panel for each task; nothing if the run was evaluated only once."""
+    panels: dict[str, dict[str, Series]] = {}
+    for task, metrics in _by_task(results).items():
+        curves = {
+            name: series[f"{task}/{name}"]
+            for name in metrics
+            if not _of_category(name) and len(series.get(f"{task}/{name}", ((),))[0]) > 1
+        }
+        if curves:
+            panels[task] = curves
+    if not panels:
+        return ""
+    figure = Figure(figsize=(12, 3.4 * len(panels)), layout="constrained")
+    column = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (task, curves) in zip(column, panels.items()):
+        for index, (name, (iterations, values)) in enumerate(curves.items()):
+            color = PALETTE[index % len(PALETTE)]
+            plot_series(axes, iterations, values, color=color, label=name)
+        axes.set_title(task, fontsize=11)
+        axes.set_xlabel("iteration")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+        style_iterations(axes, ticks=6)
+    return _svg(figure, "evaluations by iteration")
+
+
+def _predictions(cfg: CfgNode, folder: Path) -> str:
+    path = folder / "inference" / "coco_instances_results.json"
+    if not cfg.DATASETS.TEST or not path.is_file():
+        return ""
+    name = cfg.DATASETS.TEST[-1]  # each data set overwrites the file of the one before
+    if not all("annotations" in image for image in DatasetCatalog.get(name)[:1]):
+        return ""
+    try:
+        figure = predictions_figure(name, path)
+    except (OSError, ValueError) as error:
+        logger.warning(f"No picture of predictions: {error}")
+        return ""
+    return _image(figure, "png", "image/png", f"ground truth beside predictions on {name}")
+
+
+def _by_task(results: dict[str, float]) -> dict[str, dict[str, float]]:
+    tasks: dict[str, dict[str, float]] = defaultdict(dict)
+    for key, value in results.items():
+        task, _, metric = key.rpartition("/")
+        tasks[task][metric] = value
+    return tasks
+
+
+def _of_category(metric: str) -> bool:
+    """As in "AP-person"; evaluators have no other metrics with a dash."""
+    return "-" in metric
+
+
+def _number(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _table(rows: list[tuple], headers: list[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="html", disable_numparse=True)
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _svg(figure: Figure, description: str) -> str:
+    return _image(figure, "svg", "image/svg+xml", description)
+
+
+def _image(figure: Figure, kind: str, media_type: str, description: str) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=100, bbox_inches="tight")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="{escape(description)}" src="data:{media_type};base64,{data}">'
