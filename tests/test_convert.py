@@ -23,6 +23,7 @@ from sw_detectron import SwitchWhiten2d, UserError, add_sw_config
 from sw_detectron.checkpoint import Checkpointer, read_checkpoint
 from sw_detectron.checkpoint.convert import Images, convert_checkpoint
 from sw_detectron.engine.setup import load_config
+from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
 from sw_detectron.modeling.summary import sw_layers
 
 IMAGENET_50 = [
@@ -434,8 +435,7 @@ def test_the_authors_release_with_a_set_to_name(tmp_path):
 
 def test_cifar_checkpoint(tmp_path):
     """A network under He-style names with option-A shortcuts, as trained by DataParallel."""
-    cifar_resnet = pytest.importorskip("sw_detectron.modeling.cifar_resnet")
-    net = randomize(cifar_resnet.make_cifar_resnet(20, num_classes=10))
+    net = randomize(make_cifar_resnet(20, num_classes=10))
     names = {}
     for name in net.state_dict():
         old = name.replace("stem.conv1.norm", "bn1").replace("stem.", "")
@@ -454,7 +454,6 @@ def test_cifar_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("depth", [20, 44, 56])
 def test_real_cifar_checkpoints(shared_data, depth):
-    pytest.importorskip("sw_detectron.modeling.cifar_resnet")
     (path,) = (shared_data / "data/pretrained").glob(f"cifar10_resnet{depth}-*.th")
     result = convert_checkpoint(path)
     assert result.config["MODEL.SW.PLACEMENT"] == "cifar"
@@ -533,7 +532,6 @@ def picture_folder(tmp_path_factory):
 
 def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
     """The network computes what it did, and its norms know the moments of their inputs."""
-    pytest.importorskip("sw_detectron.modeling.calibration")
     images = Images(str(picture_folder), 3)
     found = convert_checkpoint(caffe2_pickle, placement="none", images=images).model
     cfg = sw_cfg()
@@ -568,7 +566,6 @@ def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
 
 
 def test_warm_start(resnet50):
-    pytest.importorskip("sw_detectron.modeling.warm_start")
     _, path = resnet50
     result = convert_checkpoint(path, norm="SWb", whitening="eigh", start_as_bn=True)
     weights = result.model["res4.4.conv2.norm.sw_var_weight"].softmax(0)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ..modeling.placement import find_resnet, numbered_convs
+from ..modeling.placement import find_resnet, norm_of, numbered_convs
 from .drawing import PALETTE, label_layers, layers_width, shorten, style_axes
 from .mmd import RELATIVE_BANDWIDTHS, median_distance, squared_mmd
 
@@ -46,7 +46,7 @@ def layer_features(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Ten
             collected.append(adaptive_avg_pool2d(output.float(), GRID).flatten(1).cpu())
 
         # The convolution itself, if it has no norm, is what the next layer sees.
-        norm = getattr(conv.module, "norm", None) or conv.module
+        norm = norm_of(resnet, conv) or conv.module
         handles.append(norm.register_forward_hook(keep))
     device = next(resnet.parameters()).device
     training = resnet.training

@@ -12,12 +12,16 @@ from detectron2.modeling import ResNet, build_resnet_backbone
 from torch import Tensor, nn
 
 from ..config import add_sw_config
+from ..data.images import image_batches
 from ..errors import UserError
 from ..layers import SW_NORMS, SwitchWhiten2d
 from ..layers.mixing import STATISTICS
 from ..modeling.backbone import sw_norm_from_config
+from ..modeling.calibration import calibrate, unfuse
+from ..modeling.cifar_resnet import make_cifar_resnet
 from ..modeling.placement import PLACEMENTS, numbered_convs, place
 from ..modeling.surgery import replace_norms
+from ..modeling.warm_start import warm_start
 from . import sources
 from .reading import read_file, weights_in
 from .sources import Architecture, Backbone
@@ -322,8 +326,6 @@ def _make_cfg(config: dict[str, object], architecture: Architecture) -> CfgNode:
 
 def _build(cfg: CfgNode, architecture: Architecture) -> ResNet:
     if architecture.cifar:
-        from ..modeling.cifar_resnet import make_cifar_resnet
-
         return make_cifar_resnet(architecture.depth)
     try:
         return build_resnet_backbone(cfg, ShapeSpec(channels=3))
@@ -365,21 +367,15 @@ def _load(resnet: ResNet, weights: dict[str, Tensor]) -> None:
 
 
 def _unfuse(resnet: ResNet, images: Images, cfg: CfgNode, architecture: Architecture) -> None:
-    from ..modeling.calibration import unfuse
-
     norms = {name: (m, 1) for name, m in resnet.named_modules() if isinstance(m, nn.BatchNorm2d)}
     unfuse(resnet, norms, _batches(images, cfg, architecture), images.number)
 
 
 def _calibrate(resnet: ResNet, images: Images, cfg: CfgNode, architecture: Architecture) -> None:
-    from ..modeling.calibration import calibrate
-
     calibrate(resnet, _batches(images, cfg, architecture), images.number)
 
 
 def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterator[Tensor]:
-    from ..data.images import image_batches
-
     return image_batches(
         images.directory,
         images.number,
@@ -392,8 +388,6 @@ def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterat
 
 
 def _start_as_bn(resnet: ResNet, notes: list[str]) -> None:
-    from ..modeling.warm_start import warm_start
-
     worst = max(warm_start(resnet), key=lambda start: start.error)
     notes.append(
         f"the SW layers start as BN; the scale of {worst.name} is off by {worst.error:.1e}"
