@@ -13,8 +13,10 @@ from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 
 from ..config import add_sw_config, find_config
+from ..data import register_class_folders
 from ..data.slices import register_slice
 from ..errors import UserError
+from .schedule import epochs_to_iterations
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +79,24 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
 def setup(args: argparse.Namespace) -> CfgNode:
     """The frozen config of a run; logging, seeds and OUTPUT_DIR are set up."""
     cfg = load_config(args.config_file, args.opts)
-    cfg.freeze()
+    if cfg.DATASETS.FOLDER:
+        for split in ("train", "val"):
+            register_class_folders(
+                f"folder_{split}",
+                os.path.join(cfg.DATASETS.FOLDER, split),
+                remedy="set DATASETS.FOLDER to a folder with train/CLASS/* and val/CLASS/*",
+            )
     check_datasets(cfg, training=not args.eval_only)
     check_weights(cfg, args.resume)
+    if cfg.SOLVER.AMP.ENABLED and cfg.MODEL.DEVICE == "cpu" and not args.eval_only:
+        raise UserError("SOLVER.AMP.ENABLED needs a CUDA GPU; give SOLVER.AMP.ENABLED False")
+    schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
+    cfg.freeze()
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
+    if schedule:
+        logger.info(schedule)
     if cfg.MODEL.DEVICE == "cpu":
         logger.info("Running on the CPU.")
     if not cfg.MODEL.WEIGHTS and not args.eval_only:
@@ -114,10 +128,11 @@ def check_datasets(cfg: CfgNode, training: bool) -> None:
         for key in ("json_file", "image_root"):
             path = getattr(metadata, key, None)
             if path and not PathManager.exists(path):
-                raise UserError(
-                    f"data set {name!r} is not there: no {path!r}; set the environment variable "
-                    "DETECTRON2_DATASETS to the folder that contains it"
+                remedy = metadata.get("remedy") or (
+                    "set the environment variable DETECTRON2_DATASETS to the folder that contains "
+                    "it"
                 )
+                raise UserError(f"data set {name!r} is not there: no {path!r}; {remedy}")
 
 
 def check_weights(cfg: CfgNode, resume: bool) -> None:
