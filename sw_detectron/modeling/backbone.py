@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import UserError
 from ..layers import SW_NORMS
 from ..layers.norm_registry import NormFactory
+from .cifar_resnet import make_cifar_resnet
 from .surgery import replace_norms
 
 
@@ -45,7 +46,25 @@ def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
 @BACKBONE_REGISTRY.register()
 def build_sw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     """Detectron2's ResNet with MODEL.RESNETS.NORM, and SW on the layers of MODEL.SW."""
-    resnet = build_resnet_backbone(cfg, input_shape)
+    return _with_sw(cfg, build_resnet_backbone(cfg, input_shape))
+
+
+@BACKBONE_REGISTRY.register()
+def build_cifar_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
+    """He et al.'s ResNet for CIFAR with MODEL.RESNETS.NORM, and SW on the layers of MODEL.SW.
+
+    Of MODEL.RESNETS it takes DEPTH (20, 32, 44, 56 or 110), NORM and OUT_FEATURES.
+    """
+    resnet = make_cifar_resnet(
+        cfg.MODEL.RESNETS.DEPTH,
+        norm=cfg.MODEL.RESNETS.NORM,
+        out_features=cfg.MODEL.RESNETS.OUT_FEATURES,
+        in_channels=input_shape.channels,
+    )
+    return _with_sw(cfg, resnet.freeze(cfg.MODEL.BACKBONE.FREEZE_AT))
+
+
+def _with_sw(cfg: CfgNode, resnet: ResNet) -> ResNet:
     placement = list(cfg.MODEL.SW.LAYERS) or cfg.MODEL.SW.PLACEMENT
     try:
         replace_norms(resnet, placement, sw_norm_from_config(cfg))

@@ -2,9 +2,14 @@
 
 The convolutions of a ResNet are numbered in forward order; the stem's first is 1, and the shortcut
 (projection) convolutions are not counted. A norm has its convolution's number.
+
+ResNets are known by their structure. Detectron2's have a stem and stages, and each convolution
+holds its norm; those of torchvision and timm, and He-style ones for CIFAR, have conv1, bn1 and
+layer1, layer2, …, whose blocks have conv1, bn1, conv2, bn2, ….
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from detectron2.modeling import ResNet
@@ -15,7 +20,7 @@ from ..errors import UserError
 PLACEMENTS = ("imagenet", "segmentation", "cifar", "released", "all", "none")
 
 # The stage of 2048 channels in ResNet-50: whitening it costs most and, says the paper's appendix,
-# instance statistics do not belong in deep layers.
+# instance statistics do not belong in deep layers. Networks for CIFAR have no such stage.
 EXCLUDED_STAGE = "res5"
 
 
@@ -25,11 +30,12 @@ class NumberedConv:
 
     Attributes:
         number: counted from 1 in forward order.
-        name: the module's name inside the ResNet, such as "res2.1.conv2".
-        stage: "stem", "res2", …
+        name: the module's name inside the ResNet: "res2.1.conv2", or "layer1.1.conv2".
+        stage: "stem", "res2", … whatever the network's own name for it ("res2" is layer1).
         block: index in the stage; 0 for the stem.
         index: which convolution of its block it is, counted from 1.
-        module: the convolution, whose attribute `norm` is the norm of that number.
+        module: the convolution.
+        norm_name: the name of its norm inside the ResNet: "res2.1.conv2.norm", "layer1.1.bn2".
     """
 
     number: int
@@ -38,45 +44,127 @@ class NumberedConv:
     block: int
     index: int
     module: nn.Module
+    norm_name: str
 
     @property
     def channels(self) -> int:
         return self.module.out_channels
 
 
-def find_resnet(model: nn.Module) -> tuple[str, ResNet]:
+def find_resnet(model: nn.Module) -> tuple[str, nn.Module]:
     """The ResNet inside a model, which may be the model itself, and its name there.
 
     Raises:
         UserError: there is none, or more than one.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, ResNet)]
-    if len(found) != 1:
+    found = [(name, module) for name, module in model.named_modules() if _is_resnet(module)]
+    if not found:
         raise UserError(
-            f"expected one Detectron2 ResNet in {type(model).__name__}, found {len(found)}"
+            f"found no ResNet in {type(model).__name__}: neither Detectron2's, nor a module with "
+            "conv1, bn1 and layer1, as those of torchvision and timm have them"
+        )
+    if len(found) > 1:
+        names = ", ".join(name or "the model itself" for name, _ in found)
+        raise UserError(
+            f"expected one ResNet in {type(model).__name__}, found {len(found)} ({names}); "
+            "pass the one that is meant"
         )
     return found[0]
 
 
-def numbered_convs(resnet: ResNet) -> list[NumberedConv]:
-    """The convolutions of a Detectron2 ResNet in forward order, shortcuts left out."""
-    blocks = [("stem", "stem", 0, resnet.stem)]
-    for stage_name, stage in zip(resnet.stage_names, resnet.stages):
-        blocks += [(f"{stage_name}.{i}", stage_name, i, block) for i, block in enumerate(stage)]
+def _is_resnet(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    return isinstance(module, ResNet) or {"conv1", "bn1", "layer1"} <= children.keys()
+
+
+def numbered_convs(resnet: nn.Module) -> list[NumberedConv]:
+    """The convolutions of a ResNet in forward order, shortcuts and attention left out.
+
+    Raises:
+        UserError: a block is not built as this module's docstring says.
+    """
     convs = []
-    for prefix, stage, block_index, block in blocks:
-        # A deformable block also has a convN_offset: it predicts offsets and has no norm.
-        inner = [
-            (name, module)
-            for name, module in block.named_children()
-            if name.startswith("conv") and not name.endswith("_offset")
-        ]
-        for index, (name, module) in enumerate(inner, start=1):
+    for prefix, stage, block in _blocks(resnet):
+        for index, (name, norm_name) in enumerate(_convs_and_norms(resnet, prefix, stage), start=1):
+            module = resnet.get_submodule(name)
             number = len(convs) + 1
-            convs.append(
-                NumberedConv(number, f"{prefix}.{name}", stage, block_index, index, module)
-            )
+            convs.append(NumberedConv(number, name, stage, block, index, module, norm_name))
     return convs
+
+
+def norm_of(resnet: nn.Module, conv: NumberedConv) -> nn.Module | None:
+    """The norm after a convolution of `numbered_convs(resnet)`; None if it has none."""
+    owner, _, attribute = conv.norm_name.rpartition(".")
+    return getattr(resnet.get_submodule(owner), attribute)
+
+
+def _blocks(resnet: nn.Module) -> Iterator[tuple[str, str, int]]:
+    """Of each block the prefix of its names, its stage and its index there; the stem is first."""
+    if isinstance(resnet, ResNet):
+        yield "stem.", "stem", 0
+        stages = {name: name for name in resnet.stage_names}
+    else:
+        yield "", "stem", 0
+        stages = {f"layer{k}": f"res{k + 1}" for k in _numbers(resnet, "layer")}
+    for name, stage in stages.items():
+        for index, (child, _) in enumerate(getattr(resnet, name).named_children()):
+            yield f"{name}.{child}.", stage, index
+
+
+def _convs_and_norms(resnet: nn.Module, prefix: str, stage: str) -> list[tuple[str, str]]:
+    """The names of a block's convolutions and of their norms, in forward order.
+
+    Raises:
+        UserError: they are not conv1 and its norm, conv2 and its norm, ….
+    """
+    block = resnet.get_submodule(prefix.removesuffix("."))
+    numbers = _numbers(block, "conv")
+    if isinstance(resnet, ResNet):
+        # The convolution holds its norm, which can be None.
+        held = [k for k in numbers if hasattr(getattr(block, f"conv{k}"), "norm")]
+        pairs = [(f"conv{k}", f"conv{k}.norm") for k in held]
+    else:
+        parts = [part for k in numbers for part in (f"conv{k}", f"bn{k}")]
+        # timm can pool with a convolution of stride 2.
+        parts += ["maxpool"] if stage == "stem" else []
+        names = [name for part in parts for name in _convs_and_norms_inside(block, part)]
+        pairs = list(zip(names[::2], names[1::2]))
+        if [_is_norm(block.get_submodule(name)) for name in names] != [False, True] * len(pairs):
+            pairs = []
+    if numbers != list(range(1, len(numbers) + 1)) or not 0 < len(numbers) <= len(pairs):
+        raise UserError(
+            f"the structure of this {type(resnet).__name__} is not understood: "
+            f"{prefix.removesuffix('.') or 'its stem'} should have the convolutions conv1, "
+            "conv2, …, each with its norm, but consists of "
+            + ", ".join(name for name, _ in block.named_children())
+        )
+    return [(prefix + conv, prefix + norm) for conv, norm in pairs]
+
+
+def _numbers(module: nn.Module, kind: str) -> list[int]:
+    """The k of a module's children named f"{kind}{k}", in order.
+
+    A deformable block's conv2_offset is none: it predicts offsets and has no norm.
+    """
+    matches = [re.fullmatch(rf"{kind}(\d+)", name) for name, _ in module.named_children()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _convs_and_norms_inside(block: nn.Module, name: str) -> list[str]:
+    """A child of the block by name, or what it consists of; only convolutions and norms.
+
+    The deep stems of timm are sequences of convolutions, norms and activations.
+    """
+    child = getattr(block, name, None)
+    parts = {name: child}
+    if isinstance(child, nn.Sequential):
+        parts = {f"{name}.{inner}": module for inner, module in child.named_children()}
+    return [part for part, m in parts.items() if isinstance(m, nn.Conv2d) or _is_norm(m)]
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    # All variants of BN, and SW, have a running mean.
+    return hasattr(module, "running_mean") or isinstance(module, nn.GroupNorm)
 
 
 def place(convs: list[NumberedConv], placement: str | Sequence[int]) -> list[NumberedConv]:
@@ -121,7 +209,9 @@ def _place_numbers(
     wrong = sorted(set(numbers) - set(by_number))
     if wrong:
         excluded = sorted(set(wrong) & {c.number for c in convs})
-        reason = f" ({excluded} lie in {EXCLUDED_STAGE}, which never gets SW)" if excluded else ""
+        reason = ""
+        if excluded:
+            reason = f" ({excluded} lie in the last stage, res5 or layer4, which never gets SW)"
         raise UserError(f"cannot place SW at layers {wrong}{reason}; {_describe(allowed)}")
     return [by_number[number] for number in sorted(set(numbers))]
 

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from detectron2.modeling import ResNet
 from tabulate import tabulate
 from torch import nn
 
+from ..errors import UserError
 from ..layers import SwitchWhiten2d
-from .placement import numbered_convs
+from .placement import find_resnet, norm_of, numbered_convs
 
 
 class SWLayer(NamedTuple):
@@ -26,11 +26,15 @@ class SWLayer(NamedTuple):
 
 def sw_layers(model: nn.Module) -> list[SWLayer]:
     """All SW layers of a model, the backbone's numbered ones first, in forward order."""
-    resnets = [module for module in model.modules() if isinstance(module, ResNet)]
+    try:
+        _, resnet = find_resnet(model)
+        norms = [(conv, norm_of(resnet, conv)) for conv in numbered_convs(resnet)]
+    except UserError:  # not one ResNet, or another kind of it: nothing has a number
+        norms = []
     numbered = [
-        SWLayer(conv.number, conv.name, conv.module.norm)
-        for conv in (numbered_convs(resnets[0]) if len(resnets) == 1 else [])
-        if isinstance(conv.module.norm, SwitchWhiten2d)
+        SWLayer(conv.number, conv.name, norm)
+        for conv, norm in norms
+        if isinstance(norm, SwitchWhiten2d)
     ]
     known = {id(row.layer) for row in numbered}
     others = [
