@@ -345,6 +345,25 @@ def test_a_few_images_are_learned_by_heart(generated, tmp_path):
     assert last["total_loss"] < 0.3  # smoothed over 20 iterations; chance is log 4 = 1.39
 
 
+def test_a_run_skips_unreadable_images_and_stops_at_many(tmp_path, capsys):
+    for split in ("train", "val"):
+        write_images(tmp_path / split, 120)
+    spoiled = spoil(tmp_path, {7})
+    arguments = f"""
+        --config {TOY} {" ".join(TINY)} DATASETS.FOLDER {tmp_path} DATASETS.TRAIN ('folder_train',)
+        DATASETS.TEST ('folder_val',) MODEL.CLASSIFIER.NUM_CLASSES 2 SOLVER.IMS_PER_BATCH 40
+        DATALOADER.NUM_WORKERS 2 OUTPUT_DIR {tmp_path}/run INPUT.CLASSIFIER.SIZE 32
+    """.split()
+    results = run_here(*arguments)
+    log = (tmp_path / "run/log.txt").read_text()
+    assert all(log.count(f"Skipped {name!r}") == 1 for name in spoiled)
+    assert log.count("Skipped 1 of 120 images") == 2  # of each split
+    wrong = results["classification"]["top1_error"] * 119 / 100
+    assert wrong == pytest.approx(round(wrong))
+    spoil(tmp_path, {20, 21})
+    assert "of 120 images cannot be read" in refuse(capsys, *arguments)
+
+
 # What a detector takes from it
 
 

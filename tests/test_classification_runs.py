@@ -23,16 +23,16 @@ def test_killed_pretraining_resumes_to_the_same_result(datasets, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_count_each_image_once(datasets, tmp_path):
-    """37 images: 19 and 18, in batches of 2 in place of 4."""
+    """37 images, 19 and 18 of them, in batches of 2 in place of 4."""
     arguments = [*TINY, "DATASETS.TEST", "('shapes_cls_val[:37]',)", "OUTPUT_DIR", str(tmp_path)]
-    trained = run([*TRAIN_NET, "--config", TOY, *arguments], datasets)
-    assert trained.returncode == 0, trained.stderr[-2000:]
-    command = [*TRAIN_NET, "--config", TOY, "--eval-only", "--num-gpus", "2", "--dist-url", "auto"]
-    arguments += ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
-    two = run([*command, *arguments], datasets)
+    command = [*TRAIN_NET, "--config", TOY]
+    two = run([*command, "--num-gpus", "2", "--dist-url", "auto", *arguments], datasets)
     assert two.returncode == 0, two.stderr[-2000:]
     assert "on 2 devices" in two.stdout
-    errors = [float(re.findall(r"copypaste: (\d+\.\d+)", log.stdout)[-1]) for log in (trained, two)]
+    weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
+    one = run([*command, "--eval-only", *arguments, *weights], datasets)
+    assert one.returncode == 0, one.stderr[-2000:]
+    errors = [float(re.findall(r"copypaste: (\d+\.\d+)", log.stdout)[-1]) for log in (one, two)]
     assert errors[0] == errors[1]
     wrong = errors[0] * 37 / 100
     assert wrong == pytest.approx(round(wrong), abs=1e-4)  # as printed, with four decimals
@@ -49,7 +49,8 @@ def classifier_key(key):
 @pytest.mark.slow
 def test_published_weights_have_their_error(shared_data, tmp_path):
     """18.97 % of the test images as JPEG, which other networks of these weights make too."""
-    weights = torch.load(shared_data / "data/pretrained/cifar10_resnet20-12fca82f.th")
+    path = shared_data / "data/pretrained/cifar10_resnet20-12fca82f.th"
+    weights = torch.load(path, map_location="cpu")
     state = {classifier_key(key): value for key, value in weights["state_dict"].items()}
     torch.save({"model": state}, tmp_path / "resnet20.pth")
     images = np.load(shared_data / "data/cifar10_jpeg/test.npz")

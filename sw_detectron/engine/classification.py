@@ -116,7 +116,6 @@ class ClassificationTrainer(Trainer):
     def build_hooks(self) -> list[HookBase]:
         built = super().build_hooks()
         built.insert(1, ImagesPerSecond(self.cfg.SOLVER.IMS_PER_BATCH))
-        built.append(ReportCorruptImages())
         # Evaluation goes before the checkpoint of the same iteration, which then knows the best
         # error so far: a run that resumes from it goes on as if it had not been interrupted.
         evaluate = next(hook for hook in built if isinstance(hook, hooks.EvalHook))
@@ -131,4 +130,5 @@ class ClassificationTrainer(Trainer):
             evaluations.append(BestCheckpointer(period, weights, metric, mode="min"))
         places = [i for i, h in enumerate(built) if isinstance(h, hooks.PeriodicCheckpointer)]
         place = places[0] if places else len(built)  # the main process alone writes checkpoints
-        return built[:place] + evaluations + built[place:]
+        # What all processes do together comes in the same order in all of them.
+        return [*built[:place], *evaluations, *built[place:], ReportCorruptImages()]

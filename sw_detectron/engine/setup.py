@@ -88,8 +88,11 @@ def setup(args: argparse.Namespace) -> CfgNode:
             )
     check_datasets(cfg, training=not args.eval_only)
     check_weights(cfg, args.resume)
-    if cfg.SOLVER.AMP.ENABLED and cfg.MODEL.DEVICE == "cpu" and not args.eval_only:
-        raise UserError("SOLVER.AMP.ENABLED needs a CUDA GPU; give SOLVER.AMP.ENABLED False")
+    if cfg.SOLVER.AMP.ENABLED and not cfg.MODEL.DEVICE.startswith("cuda") and not args.eval_only:
+        raise UserError(
+            "SOLVER.AMP.ENABLED: mixed precision trains on GPUs only, and MODEL.DEVICE is "
+            f"{cfg.MODEL.DEVICE!r}; set SOLVER.AMP.ENABLED False"
+        )
     schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
     cfg.freeze()
     args.config_file = str(find_config(args.config_file))
