@@ -367,28 +367,38 @@ def test_a_run_skips_unreadable_images_and_stops_at_many(tmp_path, capsys):
 # What a detector takes from it
 
 
-def test_a_detector_takes_every_backbone_tensor(tmp_path, caplog):
+@pytest.mark.parametrize("norm", ["SyncBN", "FrozenBN"])
+def test_a_detector_takes_every_backbone_tensor(tmp_path, caplog, norm):
     caplog.set_level(logging.INFO)
     classifier = toy_model()
     torch.nn.init.normal_(classifier.backbone.stem.conv1.norm.running_cov)
     Checkpointer(classifier, str(tmp_path)).save("model_final")
-    detector = build_model(load_config(SHAPES, ["MODEL.DEVICE", "cpu"]))
+    overrides = ["MODEL.DEVICE", "cpu", "MODEL.RESNETS.NORM", norm]
+    detector = build_model(load_config(SHAPES, overrides))
     caplog.clear()
     Checkpointer(detector).load(str(tmp_path / "model_final.pth"))
     taken = detector.backbone.bottom_up.state_dict()
     expected = classifier.backbone.state_dict()
-    assert list(taken) == list(expected)
-    assert all(torch.equal(taken[key], expected[key]) for key in expected)
+    left_out = {key.rsplit(".", 1)[-1] for key in expected.keys() ^ taken.keys()}
+    assert left_out == ({"num_batches_tracked"} if norm == "FrozenBN" else set())
+    assert all(torch.equal(value, expected[key]) for key, value in taken.items())
     assert f"its backbone, {len(expected)} tensors" in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    # A tensor that is missing or does not fit is still warned of.
-    other = build_model(
-        load_config(SHAPES, ["MODEL.DEVICE", "cpu", "MODEL.SW.PLACEMENT", "imagenet"])
-    )
-    Checkpointer(other).load(str(tmp_path / "model_final.pth"))
+
+
+def test_what_does_not_fit_a_detector_is_warned_of(tmp_path, caplog):
+    classifier = toy_model()
+    Checkpointer(classifier, str(tmp_path)).save("model_final")
+    overrides = ["MODEL.DEVICE", "cpu", "MODEL.SW.PLACEMENT", "imagenet"]
+    detector = build_model(load_config(SHAPES, overrides))
+    Checkpointer(detector).load(str(tmp_path / "model_final.pth"))
     assert "backbone.bottom_up.res2.0.conv2.norm" in caplog.text
     assert [r for r in caplog.records if r.levelno >= logging.WARNING]
-    # A classifier takes the linear layer too.
+
+
+def test_a_classifier_takes_the_linear_layer_too(tmp_path):
+    classifier = toy_model()
+    Checkpointer(classifier, str(tmp_path)).save("model_final")
     again = toy_model()
     torch.nn.init.zeros_(again.linear.weight)
     Checkpointer(again).load(str(tmp_path / "model_final.pth"))
@@ -408,12 +418,28 @@ def test_the_papers_configs_fit_together():
         assert ours.MODEL[key] == theirs.MODEL[key]
     assert ours.MODEL.RESNETS.STRIDE_IN_1X1 == theirs.MODEL.RESNETS.STRIDE_IN_1X1
     classifier, detector = build_model(ours), build_model(theirs)
+    assert sum(p.numel() for p in classifier.linear.parameters()) == 1000 * 2049
     assert [row.number for row in sw_layers(classifier)] == [1, 6, 12, 18, 24, 30, 36]
     shapes = [
         {key: value.shape for key, value in backbone.state_dict().items()}
         for backbone in (classifier.backbone, detector.backbone.bottom_up)
     ]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    "config, numbers",
+    [
+        ("cifar10_resnet20_SW.yaml", [1, 4, 8, 12, 16]),
+        ("cifar10_resnet20_BN.yaml", []),
+        ("cifar100_resnet110_SWb.yaml", [1, *range(4, 110, 4)]),
+    ],
+)
+def test_layers_of_the_cifar_configs(config, numbers):
+    model = build_model(load_config(config, ["MODEL.DEVICE", "cpu"]))
+    assert [row.number for row in sw_layers(model)] == numbers
+    classes = 100 if "100_" in config else 10
+    assert model.eval()({"image": torch.rand(2, 3, 32, 32)}).shape == (2, classes)
 
 
 def test_there_is_a_config_for_every_cell_of_table_2():

@@ -68,8 +68,11 @@ class Checkpointer(DetectionCheckpointer):
             f"A classifier's checkpoint: its backbone, {num_tensors} tensors, is now "
             f"{prefix[:-1]}; the {len(own)} other tensors of the model start as they are"
         )
-        for key in own:  # no surprise, so no warning
-            incompatible.missing_keys.remove(key)
+        # No surprises, so no warnings: the detector's own layers, and FrozenBN's lack of a counter.
+        incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if k not in own]
+        incompatible.unexpected_keys[:] = [
+            k for k in incompatible.unexpected_keys if not k.endswith(".num_batches_tracked")
+        ]
         return incompatible
 
     def _load_file(self, filename: str) -> dict:
