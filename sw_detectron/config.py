@@ -8,7 +8,7 @@ from .errors import UserError
 
 
 def add_sw_config(cfg: CfgNode) -> None:
-    """Add the keys of SW, under MODEL.SW and SOLVER, with their defaults to a Detectron2 config."""
+    """Add the package's keys, with their defaults, to a Detectron2 config."""
     cfg.MODEL.SW = CfgNode()
     # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
     # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the
@@ -41,6 +41,43 @@ def add_sw_config(cfg: CfgNode) -> None:
     # The first iteration that leaves the importance weights as they are; like SOLVER.STEPS, it
     # scales with REFERENCE_WORLD_SIZE. 0: they always learn.
     cfg.SOLVER.IMPORTANCE_STOP_ITER = 0
+    _add_classification_config(cfg)
+    _add_epoch_config(cfg)
+
+
+def _add_classification_config(cfg: CfgNode) -> None:
+    cfg.MODEL.CLASSIFIER = CfgNode()
+    # Must equal the number of classes of the data sets.
+    cfg.MODEL.CLASSIFIER.NUM_CLASSES = 1000
+    # The share of the target that is spread evenly over all classes.
+    cfg.MODEL.CLASSIFIER.LABEL_SMOOTHING = 0.0
+    # Keep images, weights and feature maps in the channels_last memory format.
+    cfg.MODEL.CLASSIFIER.CHANNELS_LAST = False
+
+    cfg.INPUT.CLASSIFIER = CfgNode()
+    # Side of the square crops in pixels, in training and in evaluation.
+    cfg.INPUT.CLASSIFIER.SIZE = 224
+    # The shorter side that evaluation resizes images to, before the central crop.
+    cfg.INPUT.CLASSIFIER.RESIZE_TEST = 256
+    # The crop in training. random_resized: 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3;
+    # padded: a random square of the image, with PADDING black pixels added on each side. Flips are
+    # INPUT.RANDOM_FLIP's: horizontal or none.
+    cfg.INPUT.CLASSIFIER.TRAIN_CROP = "random_resized"
+    cfg.INPUT.CLASSIFIER.PADDING = 4
+
+    # A folder with train/CLASS/* and val/CLASS/*: the data sets folder_train and folder_val.
+    cfg.DATASETS.FOLDER = ""
+
+
+def _add_epoch_config(cfg: CfgNode) -> None:
+    # Schedules in epochs: once the size of the training data is known, each of these that is not
+    # zero or empty gives the key in iterations that is named beside it.
+    cfg.SOLVER.EPOCHS = 0  # MAX_ITER
+    cfg.SOLVER.STEP_EPOCHS = []  # STEPS
+    cfg.SOLVER.WARMUP_EPOCHS = 0  # WARMUP_ITERS
+    cfg.SOLVER.IMPORTANCE_STOP_EPOCH = 0  # IMPORTANCE_STOP_ITER
+    cfg.SOLVER.CHECKPOINT_EPOCHS = 0  # CHECKPOINT_PERIOD
+    cfg.TEST.EVAL_EPOCHS = 0  # EVAL_PERIOD
 
 
 def config_folder() -> Path:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train and evaluate a detector, with Switchable Whitening or without."""
+"""Train and evaluate a detector or a classifier, with Switchable Whitening or without."""
 
 from sw_detectron.engine import argument_parser, launch, train_or_evaluate
 
@@ -18,11 +18,22 @@ examples:
     %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml \\
         MODEL.SW.NORM SWb MODEL.SW.NUM_PERGROUP 32 MODEL.SW.PLACEMENT segmentation
 
-  try it out on the generated data set, without GPU and without any download:
-    %(prog)s --config shapes_mask_rcnn_R18_FPN_SW.yaml
+  pretrain its backbone on ImageNet, and start the detector from the result:
+    %(prog)s --config classification_R50_SW_100e.yaml --num-gpus 8
+    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --num-gpus 8 \\
+        MODEL.WEIGHTS output/classification_R50_SW_100e/model_final.pth
 
-COCO is looked for in ./datasets/coco; the environment variable DETECTRON2_DATASETS names another
-place for ./datasets.
+  train a classifier on a folder with train/CLASS/* and val/CLASS/*:
+    %(prog)s --config classification_R50_SW_100e.yaml DATASETS.FOLDER pets \\
+        DATASETS.TRAIN "('folder_train',)" DATASETS.TEST "('folder_val',)" \\
+        MODEL.CLASSIFIER.NUM_CLASSES 37
+
+  try it out on the generated data sets, without GPU and without any download:
+    %(prog)s --config shapes_mask_rcnn_R18_FPN_SW.yaml
+    %(prog)s --config classification_shapes_R18_SW.yaml
+
+COCO is looked for in ./datasets/coco, ImageNet in ./datasets/imagenet; the environment variable
+DETECTRON2_DATASETS names another place for ./datasets.
 """
 
 if __name__ == "__main__":

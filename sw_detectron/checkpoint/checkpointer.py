@@ -6,14 +6,19 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from ..errors import UserError
+from ..modeling import ImageClassifier
 from .reading import read_file, weights_in
 
 
 class Checkpointer(DetectionCheckpointer):
-    """A `DetectionCheckpointer` that a killed process cannot leave with a broken checkpoint."""
+    """A `DetectionCheckpointer` that a killed process cannot leave with a broken checkpoint.
+
+    A checkpoint of an `ImageClassifier` gives any other model its backbone.
+    """
 
     def save(self, name: str, **kwargs) -> None:
-        """Write `name`.pth and then the name of the last checkpoint, each by rename."""
+        """Write `name`.pth and, if training can continue from it, the name of the last checkpoint,
+        each by rename."""
         if not self.save_dir or not self.save_to_disk:
             return
         data = {"model": self.model.state_dict()}
@@ -24,7 +29,8 @@ class Checkpointer(DetectionCheckpointer):
         unfinished = os.path.join(self.save_dir, "unfinished_checkpoint")
         torch.save(data | kwargs, unfinished)
         os.replace(unfinished, path)
-        self.tag_last_checkpoint(f"{name}.pth")
+        if self.checkpointables:
+            self.tag_last_checkpoint(f"{name}.pth")
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         path = os.path.join(self.save_dir, "last_checkpoint")
@@ -44,6 +50,30 @@ class Checkpointer(DetectionCheckpointer):
                 "scratch"
             ) from None
 
+    def _load_model(self, checkpoint: dict):
+        if not _is_classifier(checkpoint["model"]) or isinstance(self.model, ImageClassifier):
+            return super()._load_model(checkpoint)
+        # An FPN holds the network that was pretrained as its bottom_up.
+        prefix = "backbone.bottom_up." if hasattr(self.model.backbone, "bottom_up") else "backbone."
+        checkpoint["model"] = {
+            prefix + key.removeprefix("backbone."): value
+            for key, value in checkpoint["model"].items()
+            if key.startswith("backbone.")
+        }
+        num_tensors = len(checkpoint["model"])
+        incompatible = super()._load_model(checkpoint)
+        own = [key for key in incompatible.missing_keys if not key.startswith(prefix)]
+        self.logger.info(
+            f"A classifier's checkpoint: its backbone, {num_tensors} tensors, is now "
+            f"{prefix[:-1]}; the {len(own)} other tensors of the model start as they are"
+        )
+        # No surprises, so no warnings: the detector's own layers, and FrozenBN's lack of a counter.
+        incompatible.missing_keys[:] = [k for k in incompatible.missing_keys if k not in own]
+        incompatible.unexpected_keys[:] = [
+            k for k in incompatible.unexpected_keys if not k.endswith(".num_batches_tracked")
+        ]
+        return incompatible
+
     def _load_file(self, filename: str) -> dict:
         """As in Detectron2, but no code in the file is run."""
         if not filename.endswith(".pkl"):
@@ -59,3 +89,11 @@ class Checkpointer(DetectionCheckpointer):
         contents = read_file(f)
         weights_in(contents, f)  # that there are any
         return contents
+
+
+def _is_classifier(state: dict) -> bool:
+    """Whether it is the state dict of an `ImageClassifier` over a backbone without FPN."""
+    return "linear.weight" in state and all(
+        key.startswith(("backbone.", "linear.")) and not key.startswith("backbone.bottom_up.")
+        for key in state
+    )

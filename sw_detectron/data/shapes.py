@@ -23,7 +23,13 @@ from tqdm import tqdm
 
 from ..errors import UserError
 
-__all__ = ["CLASS_NAMES", "SPLIT_SIZES", "generate_shapes", "register_shapes"]
+__all__ = [
+    "CLASS_NAMES",
+    "SPLIT_SIZES",
+    "draw_single_shape",
+    "generate_shapes",
+    "register_shapes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +43,7 @@ _UPRIGHT = {"circle": 0.0, "square": -np.pi / 4, "triangle": -np.pi / 2, "star":
 """Angle of the first corner, in radians from the image's x axis towards its y axis, downwards."""
 _LARGEST_TILT = 0.35  # radians
 _RADIUS_RANGE = (0.13, 0.25)  # of the image side; circumscribed circle
+_SINGLE_RADIUS_RANGE = (0.25, 0.42)  # of a shape that has the image to itself
 _MAX_SHAPES = 4
 _PLACEMENT_TRIES = 20
 _MIN_VISIBLE = 0.6  # part of each shape that later shapes must leave visible
@@ -105,6 +112,12 @@ def register_shapes(root: str | os.PathLike | None = None) -> None:
         root = os.path.join(datasets, "shapes")
     for split in SPLIT_SIZES:
         _register_split(Path(root), split)
+
+
+def draw_single_shape(rng: np.random.Generator, size: int) -> tuple[np.ndarray, int]:
+    """Draw an image with one shape; uint8 RGB of shape (size, size, 3), and the shape's class."""
+    pixels, (shape,) = _draw_scene(rng, size, 1, _SINGLE_RADIUS_RANGE)
+    return pixels, shape.class_index
 
 
 def _register_split(root: Path, split: str) -> None:
@@ -190,14 +203,19 @@ def _annotate(shape: _Shape, size: int) -> dict:
     }
 
 
-def _draw_scene(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[_Shape]]:
+def _draw_scene(
+    rng: np.random.Generator,
+    size: int,
+    most_shapes: int = _MAX_SHAPES,
+    radius_range: tuple[float, float] = _RADIUS_RANGE,
+) -> tuple[np.ndarray, list[_Shape]]:
     """Draw one image, uint8 RGB of shape (size, size, 3), and list its shapes, lowest first."""
     background = _draw_background(rng, size)
     canvas = background.copy()
     shapes: list[_Shape] = []
     colours: list[np.ndarray] = []
-    for _ in range(rng.integers(1, _MAX_SHAPES + 1)):
-        shape = _place_shape(rng, shapes, size)
+    for _ in range(rng.integers(1, most_shapes + 1)):
+        shape = _place_shape(rng, shapes, size, radius_range)
         if shape is None:
             continue
         coverage = _to_pixels(shape.visible)[..., None]
@@ -231,7 +249,9 @@ def _draw_background(rng: np.random.Generator, size: int) -> np.ndarray:
     )
 
 
-def _place_shape(rng: np.random.Generator, below: list[_Shape], size: int) -> _Shape | None:
+def _place_shape(
+    rng: np.random.Generator, below: list[_Shape], size: int, radius_range: tuple[float, float]
+) -> _Shape | None:
     """Find room for one more shape, and hide what lies below it.
 
     Every shape below must stay in one piece without holes, so that one polygon can outline it.
@@ -239,7 +259,7 @@ def _place_shape(rng: np.random.Generator, below: list[_Shape], size: int) -> _S
     """
     for _ in range(_PLACEMENT_TRIES):
         class_index = int(rng.integers(len(CLASS_NAMES)))
-        radius = rng.uniform(*_RADIUS_RANGE) * size
+        radius = rng.uniform(*radius_range) * size
         centre = rng.uniform(radius, size - radius, 2)
         tilt = rng.uniform(-_LARGEST_TILT, _LARGEST_TILT)
         outline = _outline(CLASS_NAMES[class_index], radius, tilt) + centre

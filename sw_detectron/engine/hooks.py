@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 
 import torch
-from detectron2.engine import HookBase
+from detectron2.engine import HookBase, hooks
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
@@ -133,3 +133,31 @@ class PreciseStats(HookBase):
                     self._model(batch)
         for name, (mean, cov) in pooled.result().items():
             set_running_values(layers[name][0], mean, cov)
+
+
+class ImagesPerSecond(HookBase):
+    """Writes the throughput to the log, where it stands beside the time left, and to the storage.
+
+    Args:
+        batch_size: images of a step, over all processes.
+    """
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+
+    def after_step(self) -> None:
+        seconds, iteration = self.trainer.storage.latest().get("time", (None, None))
+        if iteration == self.trainer.iter:  # the first few iterations are not timed
+            # Detectron2's printer shows what is marked so.
+            name = "[metric]images_per_second"
+            self.trainer.storage.put_scalar(name, self._batch_size / seconds)
+
+
+class BestCheckpointer(hooks.BestCheckpointer):
+    """Detectron2's, which also remembers the best value so far in the trainer's checkpoints."""
+
+    def state_dict(self) -> dict:
+        return {"best_metric": self.best_metric, "best_iter": self.best_iter}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best_metric, self.best_iter = state["best_metric"], state["best_iter"]

@@ -16,8 +16,10 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..config import add_sw_config, find_config
+from ..data import register_class_folders
 from ..data.slices import register_slice
 from ..errors import UserError
+from .schedule import epochs_to_iterations
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
         UserError: a file, a key or a value is wrong.
     """
     cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
-    check_weights(cfg, resume=False)
+    check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, resume=False)
     model = build_model(cfg)
     Checkpointer(model).load(cfg.MODEL.WEIGHTS)
     return cfg, model.eval()
@@ -105,14 +107,24 @@ def setup(args: argparse.Namespace) -> CfgNode:
         UserError: the config asks for something that is not there.
     """
     cfg = load_config(args.config_file, args.opts)
-    cfg.freeze()
+    if cfg.DATASETS.FOLDER:
+        for split in ("train", "val"):
+            register_class_folders(
+                f"folder_{split}",
+                os.path.join(cfg.DATASETS.FOLDER, split),
+                remedy="set DATASETS.FOLDER to a folder with train/CLASS/* and val/CLASS/*",
+            )
     check_datasets(cfg, training=not args.eval_only)
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
     if not args.eval_only:
         check_amp("SOLVER.AMP.ENABLED", cfg.SOLVER.AMP.ENABLED, cfg.MODEL.DEVICE)
+    schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
+    cfg.freeze()
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
+    if schedule:
+        logger.info(schedule)
     if cfg.MODEL.DEVICE == "cpu":
         logger.info("Running on the CPU.")
     if not cfg.MODEL.WEIGHTS and not args.eval_only:
@@ -149,10 +161,10 @@ def check_dataset(name: str) -> None:
     for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root"):
         path = getattr(metadata, key, None)
         if path and not PathManager.exists(path):
-            raise UserError(
-                f"data set {name!r} is not there: no {path!r}; set the environment variable "
-                "DETECTRON2_DATASETS to the folder that contains it"
+            remedy = metadata.get("remedy") or (
+                "set the environment variable DETECTRON2_DATASETS to the folder that contains it"
             )
+            raise UserError(f"data set {name!r} is not there: no {path!r}; {remedy}")
 
 
 def check_amp(key: str, enabled: bool, device: str) -> None:

@@ -17,6 +17,7 @@ from detectron2.evaluation import (
 )
 
 from ..errors import UserError
+from .classification import ClassificationEvaluator
 
 
 def build_evaluator(
@@ -40,6 +41,7 @@ def build_evaluator(
         return SemSegEvaluator(dataset_name, distributed=True, output_dir=folder)
 
     builders = {
+        "classification": ClassificationEvaluator,
         "coco": coco,
         "sem_seg": semantic,
         "coco_panoptic_seg": lambda: DatasetEvaluators(

@@ -40,7 +40,7 @@ def markdown_table(
     """Header, separator and a row for each data set; arguments as in `write_results`.
 
     Columns are the config, the data set if there are several, the iterations if they are known,
-    and then "box AP", "box AP50", …, "mask AP", …, with one decimal.
+    and then "box AP", "box AP50", …, "mask AP", …, with one decimal, errors with two.
     """
     several = any(isinstance(v, Mapping) for tasks in results.values() for v in tasks.values())
     rows = []
@@ -54,7 +54,10 @@ def markdown_table(
             label = task.replace("bbox", "box").replace("segm", "mask").replace("_", " ")
             for name, value in metrics.items():
                 if "-" not in name:
-                    row[f"{label} {name}"] = f"{value:.1f}" if math.isfinite(value) else "-"
+                    # As papers give them: average precision in tenths of a percent, errors finer.
+                    digits = 2 if name.endswith("error") else 1
+                    text = f"{value:.{digits}f}" if math.isfinite(value) else "-"
+                    row[f"{label} {name}"] = text
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

@@ -2,11 +2,13 @@
 
 from .backbone import with_norms  # importing it registers the backbones
 from .calibration import calibrate, input_moments, unfuse
+from .classifier import ImageClassifier
 from .placement import PLACEMENTS, NumberedConv, find_resnet, numbered_convs, place
 from .surgery import replace_norms
 
 __all__ = [
     "PLACEMENTS",
+    "ImageClassifier",
     "NumberedConv",
     "calibrate",
     "find_resnet",

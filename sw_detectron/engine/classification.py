@@ -1,0 +1,134 @@
+"""The trainer of image classifiers."""
+
+from collections.abc import Iterator
+
+from detectron2.config import CfgNode
+from detectron2.data import build_batch_data_loader
+from detectron2.data.samplers import InferenceSampler
+from detectron2.engine import HookBase, hooks
+from detectron2.utils import comm
+from torch.utils.data import DataLoader
+
+from ..checkpoint import Checkpointer
+from ..data.classification import (
+    MAX_CORRUPT_SHARE,
+    CorruptImages,
+    LabelledImages,
+    check_classes,
+    collate,
+    load_records,
+    test_transform,
+    train_transform,
+)
+from ..data.sampler import ResumableTrainingSampler
+from ..errors import UserError
+from .hooks import BestCheckpointer, ImagesPerSecond
+from .trainer import Trainer
+
+
+class TrainBatches:
+    """The endless batches of a training run, which keeps the account of unreadable images.
+
+    Args:
+        loader: of batches as `data.classification.collate` makes them.
+        sampler: where `loader` begins in the sequence of images.
+        num_images: of the data set.
+    """
+
+    def __init__(self, loader: DataLoader, sampler: ResumableTrainingSampler, num_images: int):
+        self.resumable_sampler = sampler
+        self._loader = loader
+        self._corrupt = CorruptImages(num_images)
+        self._found: dict[str, str] = {}  # in this process, not yet known to the others
+
+    def __iter__(self) -> Iterator[dict]:
+        for number, batch in enumerate(self._loader):
+            self._found |= batch.pop("corrupt")
+            if number % 20 == 0:
+                self._exchange()
+            yield batch
+
+    def report(self) -> None:
+        """Log how many images were skipped; to be called by all processes together."""
+        self._exchange()
+        self._corrupt.report()
+
+    def _exchange(self) -> None:
+        # Among all processes, so that all of them stop when too many images cannot be read.
+        for found in comm.all_gather(self._found):
+            self._corrupt.add(found)
+        self._found = {}
+
+
+class ReportCorruptImages(HookBase):
+    """Reports the unreadable training images when training is done."""
+
+    def after_train(self) -> None:
+        if self.trainer.iter + 1 >= self.trainer.max_iter:  # not after a failure of one process
+            self.trainer.data_loader.report()
+
+
+class ClassificationTrainer(Trainer):
+    """The `Trainer` of an `ImageClassifier`: its data, images per second, and the best checkpoint.
+
+    `model_best.pth` has the weights with the lowest top-1 error on the first data set of
+    DATASETS.TEST so far.
+    """
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> TrainBatches:
+        num_classes = cfg.MODEL.CLASSIFIER.NUM_CLASSES
+        # All at the start: the test data would else be refused after the first epoch.
+        check_classes((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), num_classes)
+        records = load_records(cfg.DATASETS.TRAIN, num_classes)
+        if cfg.SOLVER.IMS_PER_BATCH % comm.get_world_size():
+            raise UserError(
+                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} must be a multiple of the number "
+                f"of processes, {comm.get_world_size()}"
+            )
+        # One more than may be unreadable: after that many the run stops.
+        tries = int(MAX_CORRUPT_SHARE * len(records)) + 1
+        seed = cfg.SEED if cfg.SEED >= 0 else None
+        sampler = ResumableTrainingSampler(len(records), seed=seed)
+        loader = build_batch_data_loader(
+            LabelledImages(records, train_transform(cfg), tries),
+            sampler,
+            cfg.SOLVER.IMS_PER_BATCH,
+            num_workers=cfg.DATALOADER.NUM_WORKERS,
+            collate_fn=collate,
+            seed=None if seed is None else seed + comm.get_rank(),
+            pin_memory=cfg.MODEL.DEVICE != "cpu",
+        )
+        return TrainBatches(loader, sampler, len(records))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader:
+        records = load_records((dataset_name,), cfg.MODEL.CLASSIFIER.NUM_CLASSES)
+        return DataLoader(
+            LabelledImages(records, test_transform(cfg)),
+            batch_size=max(1, cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()),
+            sampler=InferenceSampler(len(records)),
+            num_workers=cfg.DATALOADER.NUM_WORKERS,
+            collate_fn=collate,
+            pin_memory=cfg.MODEL.DEVICE != "cpu",
+        )
+
+    def build_hooks(self) -> list[HookBase]:
+        built = super().build_hooks()
+        built.insert(1, ImagesPerSecond(self.cfg.SOLVER.IMS_PER_BATCH))
+        # Evaluation goes before the checkpoint of the same iteration, which then knows the best
+        # error so far: a run that resumes from it goes on as if it had not been interrupted.
+        evaluate = next(hook for hook in built if isinstance(hook, hooks.EvalHook))
+        built.remove(evaluate)
+        evaluations = [evaluate]
+        if comm.is_main_process() and self.cfg.DATASETS.TEST:
+            metric = "classification/top1_error"
+            if len(self.cfg.DATASETS.TEST) > 1:
+                metric = f"{self.cfg.DATASETS.TEST[0]}/{metric}"
+            weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR)
+            period = self.cfg.TEST.EVAL_PERIOD
+            evaluations.append(BestCheckpointer(period, weights, metric, mode="min"))
+        places = [i for i, h in enumerate(built) if isinstance(h, hooks.PeriodicCheckpointer)]
+        place = places[0] if places else len(built)  # the main process alone writes checkpoints
+        # What all processes do together comes in the same order in all of them.
+        return [*built[:place], *evaluations, *built[place:], ReportCorruptImages()]
