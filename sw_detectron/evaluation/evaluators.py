@@ -35,6 +35,11 @@ def build_evaluator(
 
     # use_fast_impl=False: pycocotools, as Detectron2's own C++ evaluation needs its compiled part.
     def coco() -> DatasetEvaluator:
+        metadata = MetadataCatalog.get(dataset_name)
+        if metadata.get("sliced_from"):
+            # Detectron2 writes the annotations of a slice to the output folder, and remembers them:
+            # the folder of another run in this process may be gone.
+            vars(metadata).pop("json_file", None)
         return COCOEvaluator(dataset_name, output_dir=folder, use_fast_impl=False)
 
     def semantic() -> DatasetEvaluator:
