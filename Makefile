@@ -1,5 +1,6 @@
 # make demo    train, evaluate and draw on the generated data set; everything is set up first
-# make test    run the tests, in two processes; PYTEST_ARGS=… for pytest's own arguments
+# make test    run the tests, in two processes, without the slow ones; PYTEST_ARGS=… for pytest's
+#              own arguments, such as PYTEST_ARGS='-m slow'
 # make setup   only make or renew .venv
 # make lint    check formatting and lint
 
@@ -13,7 +14,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

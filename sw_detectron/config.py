@@ -1,5 +1,6 @@
 """The config keys of SW, and where a config's bare name is looked up."""
 
+import difflib
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -94,14 +95,14 @@ def find_config(name: str) -> Path:
     """The path of a config given as a path or as the bare name of one that comes with the package.
 
     Raises:
-        UserError: there is no such file; the message lists the names there are.
+        UserError: there is no such file; the message has the most similar names.
     """
     if Path(name).is_file():
         return Path(name)
     packaged = config_folder() / name
     if packaged.is_file():
         return packaged
-    names = ", ".join(
-        sorted(p.name for p in config_folder().iterdir() if p.suffix in (".yaml", ".py"))
-    )
-    raise UserError(f"config {name!r} is neither a file nor one of the package's: {names}")
+    names = [p.name for p in config_folder().iterdir() if p.suffix in (".yaml", ".py")]
+    similar = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(similar)}?" if similar else f"see {config_folder()}"
+    raise UserError(f"config {name!r} is neither a file nor one of the package's; {hint}")

@@ -185,7 +185,7 @@ def test_evaluation_sees_the_centre_of_the_resized_image(image_format):
 def test_training_crops():
     pixels = np.random.default_rng(0).integers(1, 256, (32, 32, 3), dtype=np.uint8)
     image, tensor = Image.fromarray(pixels), torch.from_numpy(pixels).permute(2, 0, 1)
-    cfg = load_config("base_cifar10.yaml", [])
+    cfg = load_config("base/cifar10.yaml", [])
     padded = torch.nn.functional.pad(tensor, (4, 4, 4, 4))
     crops = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, 3, 32, 32)
     possible = torch.cat([crops, crops.flip(3)])  # 9 x 9 places, and mirrored

@@ -230,8 +230,10 @@ def test_bare_names_find_both_kinds_of_config(tmp_path, monkeypatch):
     for suffix in (".yaml", ".py"):
         name = "mask_rcnn_R50_FPN_SW_2x" + suffix
         assert find_config(name) == config_folder() / name
-    with pytest.raises(UserError, match=r"SW_2x\.py.*SW_2x\.yaml") as error:
-        find_config("mask_rcnn")
-    assert "common.yaml" not in str(error.value)  # bases are no configs
+    with pytest.raises(UserError, match=r"did you mean.* mask_rcnn_R50_FPN_SW_2x\.py"):
+        find_config("mask_rcnn_R50_FPN_SW2x.py")
+    with pytest.raises(UserError) as error:  # bases are no configs
+        find_config("commom.yaml")
+    assert "common.yaml" not in str(error.value)
     Path("retinanet_R50_FPN_SW_1x.yaml").touch()
     assert find_config("retinanet_R50_FPN_SW_1x.yaml") == Path("retinanet_R50_FPN_SW_1x.yaml")

@@ -14,6 +14,7 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
 
+from sw_detectron.config import config_folder
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, launch, load_config, train_or_evaluate
 from sw_detectron.modeling.summary import sw_layers
@@ -54,7 +55,8 @@ def refuse(capsys, *arguments):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--config", "mask_rcnn.yaml"], ["mask_rcnn.yaml", PAPER, SHAPES]),
+        (["--config", "mask_rcnn_R50_SW_2x.yaml"], ["'mask_rcnn_R50_SW_2x.yaml'", PAPER]),
+        (["--config", "nothing"], ["'nothing'", str(config_folder())]),
         (["--config", SHAPES, "MODEL.SW.GROUPS", "4"], ["MODEL.SW.GROUPS"]),
         (["--config", SHAPES, "MODEL.SW.EPS", "small"], ["MODEL.SW.EPS", "small"]),
         (["--config", SHAPES, "SEED"], ["pairs", "SEED"]),
@@ -215,6 +217,7 @@ def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
     assert lr == pytest.approx(base_lr / 10)
 
 
+@pytest.mark.slow
 def test_killed_run_on_real_images_resumes_to_the_same_result(shared_data, tmp_path):
     """The 2x config itself, with size and length overridden, and the data read in order."""
     arguments = """
@@ -250,6 +253,7 @@ def test_training_records_importance_ratios_and_evaluates(datasets, tmp_path):
     assert "copypaste: Task: segm" in again.stdout
 
 
+@pytest.mark.slow
 def test_the_papers_config_on_real_images(shared_data, tmp_path):
     """The 2x config itself, with only size and length overridden."""
     small = """
