@@ -3,17 +3,21 @@
     python -m sw_detectron.run SCRIPT [the script's own arguments]
 
 The script then finds MODEL.SW and the other keys of this package in every config that `get_cfg`
-returns, the norms in `get_norm`, and the backbones and data sets in their registries. After
-`--config-file` it may be given the bare name of a config that comes with the package.
+returns, the norms in `get_norm`, and the backbones and data sets in their registries; its optimizer
+treats SW as a norm. After `--config-file` it may be given the bare name of a config that comes with
+the package.
 """
 
 import os
 import sys
 
+import detectron2.engine.defaults
+import detectron2.solver
 from detectron2.config import defaults
 
 import sw_detectron
 from sw_detectron.config import find_config
+from sw_detectron.engine.optimizer import build_optimizer
 
 _SCRIPT = "SW_DETECTRON_SCRIPT"
 
@@ -41,6 +45,9 @@ def _run() -> None:
     environment, since the import replaces its `sys.argv[0]`.
     """
     sw_detectron.add_sw_config(defaults._C)
+    # Detectron2's own knows a fixed list of norms. Scripts call it, or leave it to DefaultTrainer.
+    detectron2.solver.build_optimizer = build_optimizer
+    detectron2.engine.defaults.build_optimizer = build_optimizer
     script = os.environ[_SCRIPT]
     main = sys.modules[__name__].__dict__
     main |= {"__file__": script, "__doc__": None}

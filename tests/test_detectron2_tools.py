@@ -114,6 +114,11 @@ def test_train_net_trains_sw(trained):
     assert state["iteration"] == 1
     assert not torch.equal(state["model"][SW_WEIGHT], torch.ones(2))  # where it has started
     assert results(trained)
+    # By Detectron2's default, norms are not decayed: neither SW's γ and β nor the others'.
+    groups = state["trainer"]["_trainer"]["optimizer"]["param_groups"]
+    not_decayed = [i for group in groups if group["weight_decay"] == 0 for i in group["params"]]
+    norms = [k for k in state["model"] if k.endswith(("norm.weight", "norm.bias"))]
+    assert len(not_decayed) == len(norms) > 0
 
 
 def test_train_net_evaluates_in_two_processes_and_with_test_time_augmentation(
