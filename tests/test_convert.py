@@ -130,7 +130,7 @@ def test_without_placement_the_network_computes_the_same(tool, tmp_path, capsys,
     cfg = merge_printed_config(sw_cfg(), capsys.readouterr().out)
     net, incompatible = build_loaded(cfg)
     assert not incompatible.missing_keys and not incompatible.incorrect_shapes
-    assert sorted(incompatible.unexpected_keys) == ["linear.bias", "linear.weight"]
+    assert not incompatible.unexpected_keys
     assert cfg.INPUT.FORMAT == "RGB" and cfg.MODEL.PIXEL_STD == [58.395, 57.120, 57.375]
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
@@ -141,7 +141,6 @@ def test_without_placement_the_network_computes_the_same(tool, tmp_path, capsys,
         assert_close(found[stage], expected[stage])
     saved = pickle.loads((tmp_path / "out.pkl").read_bytes())
     assert all(type(array) is np.ndarray for array in saved["model"].values())
-    assert np.array_equal(saved["model"]["linear.weight"], source.fc.weight.detach())
     assert not any("num_batches_tracked" in key for key in saved["model"])
 
 
@@ -151,7 +150,7 @@ def test_timm_safetensors(tool, tmp_path, capsys):
     save_file(source.state_dict(), tmp_path / "model.safetensors")
     tool(tmp_path / "model.safetensors", tmp_path / "out.pth", "--placement", "none")
     net, incompatible = build_loaded(merge_printed_config(sw_cfg(), capsys.readouterr().out))
-    assert not incompatible.missing_keys
+    assert not incompatible.missing_keys and not incompatible.unexpected_keys
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected, found = source.forward_features(x), net(x)["res5"]
@@ -190,7 +189,7 @@ def torchvision_names(names):
 def test_seven_layers_become_sw_and_the_rest_stays(resnet50):
     net, path = resnet50
     source = net.state_dict()
-    result = convert_checkpoint(path)
+    result = convert_checkpoint(path, keep_classifier=True)
     assert [(row.number, row.name) for row in result.placed] == list(
         zip([1, 6, 12, 18, 24, 30, 36], IMAGENET_50)
     )
@@ -252,7 +251,7 @@ def test_a_detector_starts_from_it(tool, resnet50, tmp_path, capsys, ending, che
     incompatible = checkpointer.incompatible
     backbone = "backbone.bottom_up."
     assert not [key for key in incompatible.missing_keys if key.startswith(backbone)]
-    assert sorted(incompatible.unexpected_keys) == ["linear.bias", "linear.weight"]
+    assert not incompatible.unexpected_keys
     assert not incompatible.incorrect_shapes
     resnet = model.backbone.bottom_up
     assert torch.equal(resnet.stem.conv1.weight, net.conv1.weight)
@@ -308,7 +307,10 @@ def test_own_pretraining(tmp_path):
     torch.save({"model": model, "trainer": {"iteration": 3}}, tmp_path / "model_final.pth")
     result = convert_checkpoint(tmp_path / "model_final.pth")
     assert not result.is_detector and result.left_out == ["trainer"] and not result.unused
-    assert torch.equal(result.model["linear.weight"], model["linear.weight"])
+    assert "linear.weight" not in result.model
+    assert any("linear.weight, linear.bias" in note for note in result.notes)
+    kept = convert_checkpoint(tmp_path / "model_final.pth", keep_classifier=True)
+    assert torch.equal(kept.model["linear.weight"], model["linear.weight"])
     assert torch.equal(result.model["stem.conv1.weight"], net.stem.conv1.weight)
 
 
@@ -366,7 +368,7 @@ def test_caffe2_names_as_detectron2_maps_them(tool, caffe2_pickle, tmp_path, cap
     expected = reference.state_dict()
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
-    model = read_checkpoint(tmp_path / "out.pkl")
+    model = convert_checkpoint(caffe2_pickle, keep_classifier=True).model
     assert torch.equal(model["linear.weight"], torch.from_numpy(caffe2_blobs()["fc1000_w"]))
 
 
@@ -554,7 +556,7 @@ def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
     torch.testing.assert_close(
         found["stem.conv1.norm.running_var"].double(), variance, rtol=1e-4, atol=0
     )
-    result = convert_checkpoint(caffe2_pickle, placement=[1], images=images)
+    result = convert_checkpoint(caffe2_pickle, placement=[1], images=images, keep_classifier=True)
     cov = torch.cov(conv1[:, 16:32].transpose(0, 1).flatten(1), correction=0)
     torch.testing.assert_close(
         result.model["stem.conv1.norm.running_cov"][1].double(),

@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> None:
         whitening=args.whitening,
         images=Images(args.calibrate, args.num_images) if args.calibrate else None,
         start_as_bn=args.warm_start,
+        keep_classifier=args.keep_classifier,
     )
     # A bare backbone is to be found in a detector, where its names have a prefix.
     write_checkpoint(
@@ -150,6 +151,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="start with nearly all weight on bn, so that the network computes what it did; for "
         "sets with bn",
+    )
+    result.add_argument(
+        "--keep-classifier",
+        action="store_true",
+        help="keep the linear layer of a backbone, which no detector uses (CIFAR networks and "
+        "the authors' release always keep it)",
     )
     result.add_argument(
         "--output-format", choices=FORMATS, help="of DST (default: what its ending says)"

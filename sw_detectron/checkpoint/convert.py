@@ -90,6 +90,7 @@ def convert_checkpoint(
     whitening: str = "newton",
     images: Images | None = None,
     start_as_bn: bool = False,
+    keep_classifier: bool = False,
 ) -> Conversion:
     """Convert the checkpoint of a ResNet, alone or in a detector.
 
@@ -110,6 +111,8 @@ def convert_checkpoint(
         images: take the running values of the placed layers from these. Where the source's BN is
             folded into a scale and a bias, find its statistics first, for all layers.
         start_as_bn: set the importance weights such that the network computes nearly what it did.
+        keep_classifier: keep a backbone's linear layer, which no detector has a place for. CIFAR
+            networks, which are classifiers, and the authors' release always keep it.
 
     Raises:
         UserError: the checkpoint is unreadable, incomplete, of another architecture or not finite,
@@ -123,6 +126,14 @@ def convert_checkpoint(
         weights = _checked(backbone)
         folded = _fold_running_values(backbone.source, weights)
     config, notes = _source_config(backbone, architecture, contents.get("__author__"), folded)
+    heads = backbone.heads
+    keep_classifier |= architecture.cifar or backbone.source == "released"
+    if not (backbone.prefix or keep_classifier):
+        if heads:
+            notes.append(
+                f"the classifier ({', '.join(heads)}) is left out; --keep-classifier keeps it"
+            )
+        heads = {}
     own_layers = _own_sw_layers(weights)
     if placement is None:
         placement = "cifar" if architecture.cifar else "imagenet"
@@ -166,7 +177,7 @@ def convert_checkpoint(
     config |= _placement_config(resnet, placement)
     state = {backbone.prefix + k: v for k, v in resnet.state_dict().items() if not _is_counter(k)}
     return Conversion(
-        model=state | backbone.heads,
+        model=state | heads,
         is_detector=bool(backbone.prefix),
         source=backbone.source,
         config=config,
