@@ -1,7 +1,8 @@
 """Switchable Whitening (Pan et al., ICCV 2019) for Detectron2.
 
 Importing this package makes the norms "SW", "SWa", "SWb", "SN", "BW" and "IW" known wherever
-Detectron2 takes a norm's name, and registers the backbones and the generated data set.
+Detectron2 takes a norm's name, and registers the backbones, the segmentation
+network and the generated data sets.
 """
 
 import warnings
@@ -22,7 +23,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from .config import add_sw_config
-from .data import register_shapes
+from .data import register_shapes, register_shapes_sem_seg
 from .errors import UserError
 from .layers import SwitchWhiten2d, register_norm
 from .modeling import replace_norms
@@ -37,3 +38,4 @@ __all__ = [
 ]
 
 register_shapes()
+register_shapes_sem_seg()

@@ -13,6 +13,7 @@ from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 
 from ..config import add_sw_config, find_config
+from ..data.sem_seg import register_sem_seg_folders
 from ..data.slices import register_slice
 from ..errors import UserError
 
@@ -75,6 +76,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
             raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
+    register_sem_seg_folders(cfg)
     return cfg
 
 
@@ -126,13 +128,13 @@ def check_dataset(name: str) -> None:
     metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
     if metadata.get("generated"):
         return
-    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root"):
+    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root", "image_dir", "gt_dir"):
         path = getattr(metadata, key, None)
         if path and not PathManager.exists(path):
-            raise UserError(
-                f"data set {name!r} is not there: no {path!r}; set the environment variable "
-                "DETECTRON2_DATASETS to the folder that contains it"
+            remedy = metadata.get("remedy") or (
+                "set the environment variable DETECTRON2_DATASETS to the folder that contains it"
             )
+            raise UserError(f"data set {name!r} is not there: no {path!r}; {remedy}")
 
 
 def check_amp(key: str, enabled: bool, device: str) -> None:

@@ -12,8 +12,12 @@ from torch import nn
 from ..checkpoint import Checkpointer
 from ..errors import UserError
 from ..evaluation.results import write_results
+from .segmentation import SegmentationTrainer
 from .setup import setup
 from .trainer import Trainer
+
+TRAINERS = {"SlidingWindowSegmentor": SegmentationTrainer}
+"""The trainer of each meta-architecture that is not `Trainer`'s."""
 
 
 def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
@@ -28,25 +32,26 @@ def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
         The results of the last evaluation; empty on all processes but the main one.
     """
     cfg = setup(args)
+    trainer_class = TRAINERS.get(cfg.MODEL.META_ARCHITECTURE, Trainer)
     if args.eval_only:
-        model, iterations = _load(cfg, args.resume)
-        results = Trainer.test(cfg, model)
+        model, iterations = _load(trainer_class, cfg, args.resume)
+        results = trainer_class.test(cfg, model)
     else:
-        trainer = Trainer(cfg)
+        trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=args.resume)
         results = trainer.train()
         model, iterations = trainer.model, trainer.max_iter
     if cfg.TEST.AUG.ENABLED:
-        results.update(Trainer.test_with_augmentation(cfg, model))
+        results.update(trainer_class.test_with_augmentation(cfg, model))
     if comm.is_main_process() and results:
         write_results(results, cfg.OUTPUT_DIR, Path(args.config_file).stem, iterations)
         verify_results(cfg, results)
     return results
 
 
-def _load(cfg: CfgNode, resume: bool) -> tuple[nn.Module, int | None]:
+def _load(trainer_class: type[Trainer], cfg: CfgNode, resume: bool) -> tuple[nn.Module, int | None]:
     """The model with its weights, and for how many iterations it was trained, if known."""
-    model = Trainer.build_model(cfg)
+    model = trainer_class.build_model(cfg)
     checkpointer = Checkpointer(model, save_dir=cfg.OUTPUT_DIR)
     if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
         raise UserError("--eval-only needs weights: give MODEL.WEIGHTS FILE, or --resume")
