@@ -14,9 +14,11 @@ _DILATIONS = {"res4": 2, "res5": 4}
 def dilate(resnet: ResNet) -> ResNet:
     """Take the strides out of res4 and res5, and dilate their convolutions instead, in place.
 
-    The output stride becomes 8; names and shapes of all parameters stay.
+    The output stride becomes 8; names and shapes of all parameters stay. Stages that the network
+    was built without are passed over.
     """
-    for name, dilation in _DILATIONS.items():
+    for name in _DILATIONS.keys() & set(resnet.stage_names):
+        dilation = _DILATIONS[name]
         for block in getattr(resnet, name):
             block.stride = 1
             for conv in (child for child in block.children() if isinstance(child, nn.Conv2d)):

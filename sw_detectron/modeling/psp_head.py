@@ -155,7 +155,9 @@ class PSPHead(nn.Module):
 
     def _upsample(self, logits: Tensor) -> Tensor:
         size = [self.stride * (side - 1) + 1 for side in logits.shape[-2:]]
-        return F.interpolate(logits.float(), size=size, mode="bilinear", align_corners=True)
+        # In the parameters' type, which autocast leaves.
+        logits = logits.to(self.class_weights.dtype)
+        return F.interpolate(logits, size=size, mode="bilinear", align_corners=True)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         total = F.cross_entropy(
@@ -167,7 +169,7 @@ class PSPHead(nn.Module):
         )
         pixels = self.class_weights[targets[targets != self.ignore_value]].sum()
         # Crops without any labelled pixel have no loss, instead of 0 / 0.
-        return total / pixels.clamp(min=torch.finfo(torch.float32).tiny)
+        return total / pixels.clamp(min=torch.finfo(pixels.dtype).tiny)
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, norm: str) -> Conv2d:

@@ -86,8 +86,7 @@ class MultiScaleSegmentor(nn.Module):
         pixels = inputs["image"].permute(1, 2, 0).cpu().numpy()
         total = 0
         for scale in self._scales:
-            image = torch.from_numpy(np.ascontiguousarray(self._scaled(pixels, scale)))
-            image = image.permute(2, 0, 1)
+            image = torch.from_numpy(self._scaled(pixels, scale).copy()).permute(2, 0, 1)
             found = self.model.probabilities(image)
             if self._flip:
                 found = (found + self.model.probabilities(image.flip(-1)).flip(-1)) / 2
