@@ -1,6 +1,7 @@
 """Segmentation as a command: its configs, evaluation over ranks, resuming, real images."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from test_train_net import TRAIN_NET, refuse, run, same
 from torch import nn
 
 from sw_detectron.config import config_folder
+from sw_detectron.data import generate_shapes
 from sw_detectron.engine import load_config
+from sw_detectron.engine.predict import predict
 from sw_detectron.layers import SwitchWhiten2d
 
 # Configs
@@ -230,6 +233,29 @@ def test_labels_that_do_not_fit_are_one_clear_line_from_workers_too(tmp_path):
     last = failed.stderr.strip().splitlines()[-1]
     assert "error: labels" in last and "a.png' have the value 9" in last
     assert "Traceback" not in failed.stderr
+
+
+def test_predictions_of_a_folder(datasets, tmp_path):
+    """Masks of all classes, and a picture as wide as the image and the legend."""
+    torch.manual_seed(0)
+    options = ["MODEL.DEVICE", "cpu"]
+    model = build_model(load_config(SHAPES, options)).eval()
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+    generate_shapes(tmp_path / "shapes", "val", 2, size=140)
+    arguments = {"config_file": SHAPES, "weights": str(tmp_path / "model.pth"), "confidence": 0.5}
+    inputs = [str(tmp_path / "shapes/val"), *options]
+    predict(Namespace(**arguments, inputs=inputs, output=str(tmp_path / "out")))
+    results = json.loads((tmp_path / "out/predictions.json").read_text())
+    for number, file in enumerate(sorted((tmp_path / "shapes/val").iterdir()), start=1):
+        image = torch.from_numpy(np.array(Image.open(file)).transpose(2, 0, 1))
+        with torch.no_grad():
+            labels = model.probabilities(image).argmax(0).numpy()
+        found = [r for r in results if r["image_id"] == number]
+        assert [r["category_id"] for r in found] == np.unique(labels).tolist()
+        for result in found:
+            mask = mask_util.decode(result["segmentation"])
+            np.testing.assert_array_equal(mask, labels == result["category_id"])
+        assert Image.open(tmp_path / "out" / file.name).size == (280 + 160, 280)
 
 
 # Real images

@@ -193,5 +193,7 @@ def _classifier(
     layers.add_module("conv", _conv(in_channels, channels, 3, norm))
     layers.add_module("dropout", nn.Dropout(dropout))
     layers.add_module("predictor", nn.Conv2d(channels, num_classes, 1))
-    weight_init.c2_msra_fill(layers.predictor)
+    # All classes are about equally likely at first.
+    nn.init.normal_(layers.predictor.weight, std=0.01)
+    nn.init.zeros_(layers.predictor.bias)
     return layers
