@@ -15,8 +15,8 @@ from test_train_net import TRAIN_NET, refuse, run, same
 from torch import nn
 
 from sw_detectron.config import config_folder
-from sw_detectron.data import generate_shapes
-from sw_detectron.engine import load_config
+from sw_detectron.data import generate_shapes, register_shapes_sem_seg
+from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
 from sw_detectron.engine.predict import predict
 from sw_detectron.layers import SwitchWhiten2d
 
@@ -57,8 +57,8 @@ TABLE = {
     "cityscapes_semantic_R50_SW_7layers_eigh": Row(A, "seven", "eigh", 50, 19, 713),
     "cityscapes_semantic_R50_SW_7layers_newton": Row(A, "seven", "newton", 50, 19, 713),
     # Of this project
-    "shapes_semantic_R18_BN": Row("", "none", "newton", 18, 5, 97, PYRAMID),
-    "shapes_semantic_R18_SW": Row(A, "small", "newton", 18, 5, 97, PYRAMID),
+    "shapes_semantic_R18_BN": Row("", "none", "newton", 18, 5, 97),
+    "shapes_semantic_R18_SW": Row(A, "small", "newton", 18, 5, 97),
 }
 SEVEN = "res2.1.conv2 res3.0.conv2 res3.2.conv2 res4.0.conv2 res4.2.conv2 res4.4.conv2"
 SMALL = "res2.0.conv2 res3.0.conv1 res3.1.conv2 res4.1.conv1"
@@ -125,7 +125,7 @@ def test_the_recipe_of_the_papers_rows():
 
 TINY = """
     SOLVER.IMS_PER_BATCH 4 SOLVER.MAX_ITER 2 INPUT.CROP.SIZE (65,65)
-    DATASETS.TEST ('shapes_sem_seg_val[:5]',)
+    DATASETS.TRAIN ('shapes_sem_seg_val',) DATASETS.TEST ('shapes_sem_seg_val[:5]',)
 """.split()
 SHAPES = "shapes_semantic_R18_SW.yaml"
 
@@ -152,6 +152,19 @@ def succeed(command, datasets):
     return done
 
 
+def execute(config, *arguments):
+    """The command in this process."""
+    train_or_evaluate(argument_parser("", "").parse_args(["--config", config, *arguments]))
+
+
+@pytest.fixture
+def shapes_here(datasets):
+    """The data sets of shapes in the tests' folder, in this process too."""
+    register_shapes_sem_seg(datasets / "shapes")
+    yield
+    register_shapes_sem_seg()
+
+
 def confusion_matrix(predictions: Path, labels: dict[str, np.ndarray], classes: int) -> np.ndarray:
     """Counts of pixels by class and predicted class, from the masks that the evaluator writes."""
     counts = np.zeros((classes, classes))
@@ -174,16 +187,14 @@ def check_metrics(metrics: dict, counts: np.ndarray, names: list[str]) -> None:
         assert metrics[f"IoU-{names[k]}"] == pytest.approx(100 * iou[k], rel=1e-12)
 
 
-def test_training_and_exact_evaluation_over_ranks(datasets, tmp_path):
+def test_training_and_exact_evaluation_over_ranks(shapes_here, datasets, tmp_path):
     """Two processes train; one and two evaluate, at one scale and several; all by hand."""
-    command = [*TRAIN_NET, "--config", SHAPES]
-    options = [*TINY, "TEST.AUG.SCALES", "(0.75,1.5)", "OUTPUT_DIR"]
-    two = ["--num-gpus", "2", "--dist-url", "auto", *options, str(tmp_path / "two")]
-    succeed([*command, *two], datasets)
+    two = ["--num-gpus", "2", "--dist-url", "auto", *TINY, "OUTPUT_DIR", str(tmp_path / "two")]
+    succeed([*TRAIN_NET, "--config", SHAPES, *two], datasets)
     trained = json.loads((tmp_path / "two/results.json").read_text())["results"]
-    weights = ["MODEL.WEIGHTS", str(tmp_path / "two/model_final.pth")]
-    one = ["--eval-only", *weights, "TEST.AUG.ENABLED", "True", *options, str(tmp_path / "one")]
-    succeed([*command, *one], datasets)
+    one = ["MODEL.WEIGHTS", str(tmp_path / "two/model_final.pth")]
+    one += "TEST.AUG.ENABLED True TEST.AUG.SCALES (0.75,1.5) OUTPUT_DIR".split()
+    execute(SHAPES, "--eval-only", *TINY, *one, str(tmp_path / "one"))
     evaluated = json.loads((tmp_path / "one/results.json").read_text())["results"]
     # Of the five images one process has three and the other two.
     assert evaluated["sem_seg"] == trained["sem_seg"]
@@ -202,17 +213,16 @@ def test_training_and_exact_evaluation_over_ranks(datasets, tmp_path):
     assert evaluated["sem_seg"] != evaluated["sem_seg_TTA"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(datasets, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(shapes_here, tmp_path):
     options = [*TINY, *"DATASETS.TEST () SOLVER.CHECKPOINT_PERIOD 1 OUTPUT_DIR".split()]
-    command = [*TRAIN_NET, "--config", SHAPES, "--resume", *options]
-    succeed([*command, str(tmp_path / "whole")], datasets)
+    execute(SHAPES, "--resume", *options, str(tmp_path / "whole"))
     # Interrupted after the first of two iterations.
     cut = tmp_path / "cut"
     cut.mkdir()
     (cut / "model_0000000.pth").write_bytes((tmp_path / "whole/model_0000000.pth").read_bytes())
     (cut / "last_checkpoint").write_text("model_0000000.pth")
-    done = succeed([*command, str(cut)], datasets)
-    assert "Starting training from iteration 1" in done.stdout
+    execute(SHAPES, "--resume", *options, str(cut))
+    assert "Starting training from iteration 1" in (cut / "log.txt").read_text()
     same(torch.load(cut / "model_final.pth"), torch.load(tmp_path / "whole/model_final.pth"))
 
 
@@ -307,13 +317,13 @@ def panoptic_config(shared_data, folder, count, **options):
     return path, classes
 
 
-def test_real_images_train_evaluate_and_resume_in_two_processes(shared_data, tmp_path):
+def test_real_images_train_in_one_process_and_resume_and_evaluate_in_two(shared_data, tmp_path):
     inputs = {"CROP": {"SIZE": [65, 65]}, "MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 96}
     config, classes = panoptic_config(shared_data, tmp_path, count=6, INPUT=inputs)
+    options = "--resume SOLVER.IMS_PER_BATCH 4 SOLVER.MAX_ITER".split()
+    execute(str(config), *options, "1", "DATASETS.TEST", "()")
     command = [*TRAIN_NET, "--config", str(config), "--num-gpus", "2", "--dist-url", "auto"]
-    command += "--resume SOLVER.IMS_PER_BATCH 4 SOLVER.MAX_ITER".split()
-    succeed([*command, "1", "DATASETS.TEST", "()"], tmp_path)
-    done = succeed([*command, "2"], tmp_path)
+    done = succeed([*command, *options, "2"], tmp_path)
     assert "Starting training from iteration 1" in done.stdout
     metrics = json.loads((tmp_path / "output/results.json").read_text())["results"]["sem_seg"]
     labels = {
@@ -335,7 +345,7 @@ def test_four_real_images_are_learnt_by_heart(shared_data, tmp_path):
         "MIN_SIZE_TEST": 96,
         "MAX_SIZE_TEST": 128,
     }
-    solver = {"IMS_PER_BATCH": 4, "BASE_LR": 0.05, "MAX_ITER": 250, "CHECKPOINT_PERIOD": 5000}
+    solver = {"IMS_PER_BATCH": 4, "BASE_LR": 0.05, "MAX_ITER": 180, "CHECKPOINT_PERIOD": 5000}
     config, _ = panoptic_config(shared_data, tmp_path, count=4, INPUT=inputs, SOLVER=solver)
     succeed([*TRAIN_NET, "--config", str(config)], tmp_path)
     results = json.loads((tmp_path / "output/results.json").read_text())
