@@ -1,7 +1,8 @@
 """Switchable Whitening (Pan et al., ICCV 2019) for Detectron2.
 
 Importing this package makes the norms "SW", "SWa", "SWb", "SN", "BW" and "IW" known wherever
-Detectron2 takes a norm's name, and registers the backbones, the classifier and the data sets.
+Detectron2 takes a norm's name, and registers the backbones, the classifier, the segmentation
+network and the data sets.
 """
 
 import warnings
@@ -22,7 +23,12 @@ except ModuleNotFoundError as error:
     ) from None
 
 from .config import add_sw_config
-from .data import register_classification, register_shape_classes, register_shapes
+from .data import (
+    register_classification,
+    register_shape_classes,
+    register_shapes,
+    register_shapes_sem_seg,
+)
 from .errors import UserError
 from .layers import SwitchWhiten2d, register_norm
 from .modeling import replace_norms
@@ -39,3 +45,4 @@ __all__ = [
 register_shapes()
 register_shape_classes()
 register_classification()
+register_shapes_sem_seg()

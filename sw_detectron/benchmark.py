@@ -60,8 +60,9 @@ SHAPE_SETS = {
     # The same for two images of 800 x 1216.
     "detection": ((2, 64, 400, 608), (2, 64, 200, 304), (2, 128, 100, 152), (2, 256, 50, 76)),
 }
-MODELS = ("resnet50", "mask_rcnn")
+MODELS = ("resnet50", "mask_rcnn", "semantic")
 MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
+SEMANTIC_CONFIG = "cityscapes_semantic_R50_SW_7layers_newton.yaml"
 
 _PLAIN = "SW_DETECTRON_PLAIN"  # the environment variable
 
@@ -435,44 +436,47 @@ def benchmark_models(
     rounds: int = 25,
     warmup: int = 3,
 ) -> list[Result]:
-    """Training steps with BN everywhere, and with SW at the seven layers of the paper's ResNet-50.
+    """Training steps with BN everywhere, and with SW at the seven layers of the paper's ResNet-50;
+    for segmentation at its fourteen too.
 
     A step is a forward pass, a backward pass and an update by SGD, on random images. In one
-    process, as here, the SyncBN of the Mask R-CNN is BN.
+    process, as here, SyncBN is BN.
 
     Args:
         models: names out of `MODELS`.
-        batch: images; by default 8 for ResNet-50 and 1 for Mask R-CNN, on a GPU 64 and 2.
-        size: height and width in pixels; by default 224 x 224 and 320 x 320, for Mask R-CNN on a
-            GPU 800 x 1216.
+        batch: images; by default 8 for ResNet-50, 1 for Mask R-CNN and 2 for segmentation, on a
+            GPU 64, 2 and 2.
+        size: height and width in pixels; by default 224 x 224, 320 x 320 and 233 x 233, on a GPU
+            800 x 1216 for Mask R-CNN and 713 x 713, Cityscapes' crops, for segmentation.
         memory_formats: names out of `MEMORY_FORMATS`.
         amp: autocast to bfloat16.
 
     Returns:
-        Durations of a "training step"; on a GPU also the peak of its memory beyond parameters
-        and momentum, in gigabytes (10^9).
+        Durations of a "training step", and the peak of its memory beyond parameters and momentum,
+        in gigabytes (10^9).
     """
     _check_rounds(rounds, warmup)
     on_gpu = device.type == "cuda"
     defaults = {
         "resnet50": (64 if on_gpu else 8, (224, 224)),
         "mask_rcnn": (2, (800, 1216)) if on_gpu else (1, (320, 320)),
+        "semantic": (2, (713, 713) if on_gpu else (233, 233)),
     }
-    makers = {"resnet50": _resnet50_step, "mask_rcnn": _mask_rcnn_step}
+    makers = {"resnet50": _resnet50_step, "mask_rcnn": _mask_rcnn_step, "semantic": _semantic_step}
     results = []
     for model in models:
         shape = (batch or defaults[model][0], 3, *(size or defaults[model][1]))
         for memory_format in memory_formats:
             arguments = (shape, device, MEMORY_FORMATS[memory_format], amp)
-            steps = {
-                BASELINE: makers[model]("none", *arguments),
-                "7 x SW": makers[model]("imagenet", *arguments),
-            }
+            placements = {BASELINE: "none", "7 x SW": "imagenet"}
+            if model == "semantic":
+                placements["14 x SW"] = "segmentation"
+            steps = {name: makers[model](p, *arguments) for name, p in placements.items()}
             case = f"{model} {format_shape(shape)}"
             times = time_rounds(steps, device, rounds, warmup, title=f"{case} {memory_format}")
             for name, step in steps.items():
                 timings = {"training step": summarize(times[name], times[BASELINE])}
-                memory = {"peak_gb": peak_bytes(step, device) / 1e9} if on_gpu else {}
+                memory = {"peak_gb": peak_bytes(step, device) / 1e9}
                 results.append(Result(case, memory_format, name, timings, memory))
     return results
 
@@ -523,6 +527,30 @@ def _mask_rcnn_step(
             return sum(model(inputs).values())
 
     return _training_step(model, loss, device, amp)
+
+
+def _semantic_step(
+    placement: str,
+    shape: Shape,
+    device: torch.device,
+    memory_format: torch.memory_format,
+    amp: bool,
+) -> Run:
+    if any(side % 8 != 1 for side in shape[2:]):
+        raise UserError("for segmentation, the size must be a multiple of 8, plus 1")
+    torch.manual_seed(0)
+    cfg = load_config(
+        SEMANTIC_CONFIG, ["MODEL.SW.PLACEMENT", placement, "MODEL.DEVICE", str(device)]
+    )
+    model = build_model(cfg).to(memory_format=memory_format).train()
+    inputs = [
+        {
+            "image": torch.randint(256, shape[1:], dtype=torch.uint8),
+            "sem_seg": torch.randint(cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES, shape[2:]),
+        }
+        for _ in range(shape[0])
+    ]
+    return _training_step(model, lambda: sum(model(inputs).values()), device, amp)
 
 
 def _random_instances(size: tuple[int, int], num_classes: int, count: int = 8) -> Instances:

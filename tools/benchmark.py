@@ -32,6 +32,9 @@ examples:
   a training step of the paper's Mask R-CNN on one small image:
     %(prog)s models --model mask_rcnn --batch 1 --size 320
 
+  a training step of segmentation with seven SW layers and with fourteen:
+    %(prog)s models --model semantic
+
   does the number of operations grow as the paper says?
     %(prog)s flops
 
@@ -58,7 +61,7 @@ def layers(args: argparse.Namespace) -> list[benchmark.Result]:
 
 def models(args: argparse.Namespace) -> list[benchmark.Result]:
     return benchmark.benchmark_models(
-        benchmark.MODELS if args.model == "both" else [args.model],
+        benchmark.MODELS if args.model == "all" else [args.model],
         benchmark.find_device(args.device),
         args.batch,
         benchmark.parse_size(args.size) if args.size else None,
@@ -154,20 +157,21 @@ def parser() -> argparse.ArgumentParser:
     two = add_command(commands, models, "training steps of whole networks, with SW and without")
     two.add_argument(
         "--model",
-        choices=[*benchmark.MODELS, "both"],
-        default="both",
+        choices=[*benchmark.MODELS, "all"],
+        default="all",
         help="the network (default: %(default)s)",
     )
     two.add_argument(
         "--batch",
         type=positive,
-        help="images (default: 8 for resnet50 and 1 for mask_rcnn, on a GPU 64 and 2)",
+        help="images (default: 8 for resnet50, 1 for mask_rcnn and 2 for semantic, on a GPU 64, 2 "
+        "and 2)",
     )
     two.add_argument(
         "--size",
         metavar="PIXELS",
-        help="SIZE or HEIGHTxWIDTH (default: 224 for resnet50, 320 for mask_rcnn, 800x1216 for "
-        "mask_rcnn on a GPU)",
+        help="SIZE or HEIGHTxWIDTH (default: 224 for resnet50, 320 for mask_rcnn and 233 for "
+        "semantic, on a GPU 224, 800x1216 and 713)",
     )
     two.add_argument("--amp", action="store_true", help="autocast to bfloat16")
     add_timing_flags(two)

@@ -3,6 +3,7 @@
 from .classification import register_class_folders, register_classification
 from .classification_shapes import register_shape_classes
 from .shapes import generate_shapes, register_shapes
+from .shapes_sem_seg import register_shapes_sem_seg
 
 __all__ = [
     "generate_shapes",
@@ -10,4 +11,5 @@ __all__ = [
     "register_classification",
     "register_shape_classes",
     "register_shapes",
+    "register_shapes_sem_seg",
 ]

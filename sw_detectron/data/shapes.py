@@ -107,11 +107,15 @@ def register_shapes(root: str | os.PathLike | None = None) -> None:
         root: folder of the data set. By default `shapes` in the folder that the environment
             variable `DETECTRON2_DATASETS` names at the time of the call, or in `datasets`.
     """
-    if root is None:
-        datasets = os.path.expanduser(os.environ.get("DETECTRON2_DATASETS", "datasets"))
-        root = os.path.join(datasets, "shapes")
+    root = default_root() if root is None else Path(root)
     for split in SPLIT_SIZES:
-        _register_split(Path(root), split)
+        _register_split(root, split)
+
+
+def default_root() -> Path:
+    """`shapes` in the folder that `DETECTRON2_DATASETS` names, or in `datasets`."""
+    datasets = os.path.expanduser(os.environ.get("DETECTRON2_DATASETS", "datasets"))
+    return Path(datasets) / "shapes"
 
 
 def draw_single_shape(rng: np.random.Generator, size: int) -> tuple[np.ndarray, int]:

@@ -59,7 +59,8 @@ def _run(main: Main, args: argparse.Namespace) -> None:
         main(args)
     except UserError as error:
         if comm.get_local_rank() == 0:
-            _exit(str(error))
+            # A data loader's worker process puts its traceback before the message.
+            _exit(str(error).rpartition(f"{UserError.__name__}: ")[2].strip())
         sys.exit(1)
 
 

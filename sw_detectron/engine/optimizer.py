@@ -1,15 +1,19 @@
-"""Parameter groups that know SW's parameters, and the optimizer over them."""
+"""Parameter groups that know SW's parameters, the optimizer over them, and its schedule."""
 
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.solver import LRMultiplier, WarmupParamScheduler
+from detectron2.solver import build_lr_scheduler as build_detectron2_lr_scheduler
 from detectron2.solver.build import (
     get_default_optimizer_params,
     maybe_add_gradient_clipping,
     reduce_param_groups,
 )
+from fvcore.common.param_scheduler import PolynomialDecayParamScheduler
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
@@ -30,6 +34,7 @@ def get_sw_optimizer_params(
     weight_decay_bias: float | None = None,
     weight_decay_importance: float | None = None,
     importance_lr_factor: float = 1.0,
+    head_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Detectron2's `get_default_optimizer_params`, made for models with SW layers.
 
@@ -44,6 +49,8 @@ def get_sw_optimizer_params(
         weight_decay_bias: of parameters named "bias"; None as for all parameters.
         weight_decay_importance: of the importance weights; None as for all parameters.
         importance_lr_factor: multiplies the learning rate of the importance weights.
+        head_lr_factor: multiplies the learning rate of all that lies outside of the model's
+            `backbone`, but where one of the two factors above applies.
 
     Returns:
         Groups for a `torch.optim.Optimizer`, as few as possible.
@@ -57,6 +64,9 @@ def get_sw_optimizer_params(
         weight_decay_norm=weight_decay_norm,
         bias_lr_factor=bias_lr_factor,
         weight_decay_bias=weight_decay_bias,
+        lr_factor_func=None
+        if head_lr_factor == 1
+        else lambda name: 1.0 if name.startswith("backbone.") else head_lr_factor,
     )
     if weight_decay_norm is not None:
         layers = [module for module in model.modules() if isinstance(module, SwitchWhiten2d)]
@@ -101,6 +111,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
             weight_decay_bias=solver.WEIGHT_DECAY_BIAS,
             weight_decay_importance=solver.WEIGHT_DECAY_IMPORTANCE,
             importance_lr_factor=solver.IMPORTANCE_LR_FACTOR,
+            head_lr_factor=solver.HEAD_LR_FACTOR,
         ),
         lr=solver.BASE_LR,
         momentum=solver.MOMENTUM,
@@ -109,3 +120,17 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         foreach=True,
     )
     return maybe_add_gradient_clipping(cfg, optimizer)
+
+
+def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Detectron2's schedules, and "WarmupPolyLR", (1 - iteration / MAX_ITER)^POLY_LR_POWER."""
+    solver = cfg.SOLVER
+    if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
+        return build_detectron2_lr_scheduler(cfg, optimizer)
+    factor = WarmupParamScheduler(
+        PolynomialDecayParamScheduler(1.0, solver.POLY_LR_POWER),
+        solver.WARMUP_FACTOR,
+        min(solver.WARMUP_ITERS / solver.MAX_ITER, 1.0),
+        solver.WARMUP_METHOD,
+    )
+    return LRMultiplier(optimizer, factor, solver.MAX_ITER)

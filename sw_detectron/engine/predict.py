@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pycocotools.mask as mask_util
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.engine import DefaultPredictor
@@ -19,17 +20,19 @@ from ..checkpoint import Checkpointer
 from ..data.media import ImageFile, VideoFile, find_media, write_picture, write_video
 from ..data.slices import register_slice
 from ..errors import UserError
-from ..evaluation.pictures import overlay_results
+from ..evaluation.pictures import overlay_class_map, overlay_results
 from .setup import load_config
 
 
 def predict(args: argparse.Namespace) -> None:
-    """Run a detector on images and videos; write pictures of its results, and one file of them.
+    """Run a model on images and videos; write pictures of its results, and one file of them.
 
     The file `predictions.json` is a list of results in COCO's format: `image_id`, `category_id`
     as in the data set, `bbox` (x, y, width, height) in pixels, `score`, and for models with masks
     `segmentation` as RLE. The image ids of images and frames are 1, 2, … in the order of reading;
-    each result also has the `file_name` that it is of, and in videos the `frame`, from 0.
+    each result also has the `file_name` that it is of, and in videos the `frame`, from 0. Semantic
+    segmentation has a result without box and score for each class in an image, its `category_id`
+    being the class's number.
 
     Args:
         args: `config_file`; `weights`, or None for those of the config; `inputs`, files and
@@ -82,7 +85,7 @@ def predict(args: argparse.Namespace) -> None:
 
 
 class Detector:
-    """A trained detector that gives its results in COCO's format, and draws them.
+    """A trained detector, or segmentor, that gives its results in COCO's format, and draws them.
 
     Args:
         cfg: first among its data sets is the one whose classes the model knows; its weights are
@@ -125,27 +128,37 @@ class Detector:
         """
         outputs = self._predictor(frame)
         if "instances" not in outputs:
-            # Semantic and panoptic outputs, "sem_seg" and "panoptic_seg", are to be drawn here.
-            raise UserError(f"the model's output is {', '.join(outputs)}; it has to have instances")
+            return self._class_map(frame, outputs["sem_seg"].argmax(dim=0).cpu().numpy())
         results = self._results(outputs["instances"].to("cpu"))
         return results, overlay_results(frame[..., ::-1], results, self._metadata)[..., ::-1]
 
+    def _class_map(self, frame: np.ndarray, labels: np.ndarray) -> tuple[list[dict], np.ndarray]:
+        results = []
+        self._check_class(labels.max(), self._metadata.stuff_classes)
+        for label in np.unique(labels).tolist():
+            rle = mask_util.encode(np.asfortranarray(labels == label, dtype=np.uint8))
+            rle["counts"] = rle["counts"].decode()
+            results.append({"category_id": label, "segmentation": rle})
+        return results, overlay_class_map(frame[..., ::-1], labels, self._metadata)[..., ::-1]
+
     def _results(self, instances) -> list[dict]:
         results = instances_to_coco_json(instances[instances.scores >= self._confidence], None)
-        num_classes = len(self._metadata.thing_classes)
         id_map = self._metadata.get("thing_dataset_id_to_contiguous_id")
         dataset_ids = {index: category for category, index in id_map.items()} if id_map else None
         for result in results:
             del result["image_id"]
             category = result["category_id"]
-            if category >= num_classes:
-                raise UserError(
-                    f"the model knows more classes than data set {self._metadata.name!r}, which "
-                    f"has {num_classes}: name its own in DATASETS.TEST"
-                )
+            self._check_class(category, self._metadata.thing_classes)
             if dataset_ids:
                 result["category_id"] = dataset_ids[category]
         return results
+
+    def _check_class(self, number: int, classes: list[str]) -> None:
+        if number >= len(classes):
+            raise UserError(
+                f"the model knows more classes than data set {self._metadata.name!r}, which "
+                f"has {len(classes)}: name its own in DATASETS.TEST"
+            )
 
 
 def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +176,7 @@ def _find_metadata(cfg: CfgNode) -> Metadata:
         raise UserError("DATASETS.TEST is empty: name the data set whose classes the model knows")
     register_slice(names[0])
     metadata = MetadataCatalog.get(names[0])
-    if not metadata.get("thing_classes"):
+    if not metadata.get("thing_classes") and not metadata.get("stuff_classes"):
         try:
             DatasetCatalog.get(names[0])  # many learn their classes from their annotation file
         except (KeyError, OSError) as error:

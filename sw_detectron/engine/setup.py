@@ -17,6 +17,7 @@ from torch import nn
 from ..checkpoint import Checkpointer
 from ..config import add_sw_config, find_config
 from ..data import register_class_folders
+from ..data.sem_seg import register_sem_seg_folders
 from ..data.slices import register_slice
 from ..errors import UserError
 from .schedule import epochs_to_iterations
@@ -80,6 +81,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
             raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
+    register_sem_seg_folders(cfg)
     return cfg
 
 
@@ -158,7 +160,7 @@ def check_dataset(name: str) -> None:
     metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
     if metadata.get("generated"):
         return
-    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root"):
+    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root", "image_dir", "gt_dir"):
         path = getattr(metadata, key, None)
         if path and not PathManager.exists(path):
             remedy = metadata.get("remedy") or (

@@ -13,10 +13,14 @@ from ..checkpoint import Checkpointer
 from ..errors import UserError
 from ..evaluation.results import write_results
 from .classification import ClassificationTrainer
+from .segmentation import SegmentationTrainer
 from .setup import setup
 from .trainer import Trainer
 
-TRAINERS = {"ImageClassifier": ClassificationTrainer}
+TRAINERS = {
+    "ImageClassifier": ClassificationTrainer,
+    "SlidingWindowSegmentor": SegmentationTrainer,
+}
 """The trainer of each meta-architecture that is not `Trainer`'s."""
 
 

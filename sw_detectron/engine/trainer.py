@@ -4,10 +4,16 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import get_detection_dataset_dicts
+from detectron2.data import (
+    DatasetMapper,
+    build_detection_test_loader,
+    build_detection_train_loader,
+    get_detection_dataset_dicts,
+)
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.evaluation import DatasetEvaluator
@@ -16,6 +22,7 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from fvcore.nn.precise_bn import get_bn_modules
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..checkpoint import Checkpointer
@@ -26,7 +33,7 @@ from ..evaluation.report import write_report
 from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import sw_table
 from .hooks import ImportanceWriter, PreciseStats, SeedIterations, StopImportance
-from .optimizer import build_optimizer
+from .optimizer import build_lr_scheduler, build_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +134,10 @@ class Trainer(DefaultTrainer):
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(cfg, model)
 
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return build_lr_scheduler(cfg, optimizer)
+
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """Detectron2's linear scaling by SOLVER.REFERENCE_WORLD_SIZE, of IMPORTANCE_STOP_ITER too.
@@ -153,8 +164,9 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> DataLoader:
+        mapper = cls.build_mapper(cfg, is_train=True)
         if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
-            return super().build_train_loader(cfg)
+            return build_detection_train_loader(cfg, mapper=mapper)
         keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
         dataset = get_detection_dataset_dicts(
             cfg.DATASETS.TRAIN,
@@ -162,7 +174,17 @@ class Trainer(DefaultTrainer):
             min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
             proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
         )
-        return build_resumable_train_loader(cfg, dataset=dataset, seed=cfg.SEED)
+        return build_resumable_train_loader(cfg, mapper=mapper, dataset=dataset, seed=cfg.SEED)
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader:
+        mapper = cls.build_mapper(cfg, is_train=False)
+        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+
+    @classmethod
+    def build_mapper(cls, cfg: CfgNode, is_train: bool) -> Callable[[dict], dict]:
+        """What turns the record of an image into an input of the model."""
+        return DatasetMapper(cfg, is_train)
 
     @classmethod
     def build_evaluator(

@@ -1,5 +1,6 @@
-"""Where SW goes in a network, and the backbones that have it."""
+"""Where SW goes in a network, the backbones that have it, and the segmentation network."""
 
+from . import dilated_resnet, psp_head, segmentor  # noqa: F401  they register themselves
 from .backbone import with_norms  # importing it registers the backbones
 from .calibration import calibrate, input_moments, unfuse
 from .classifier import ImageClassifier

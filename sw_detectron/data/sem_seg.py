@@ -1,0 +1,154 @@
+"""Data sets of images and label maps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+
+from ..errors import UserError
+from .images import ImageFolder
+
+_KEYS = ("IMAGES", "LABELS", "CLASSES", "IGNORE_LABEL")
+
+
+def read_labels(path: str, num_classes: int, ignore_label: int, dtype=np.uint8) -> np.ndarray:
+    """The labels of an image, (H, W): the pixel values of a file with one channel, or with a
+    palette, which is left unread.
+
+    Args:
+        num_classes: labels are below it, or `ignore_label`.
+        dtype: of the result.
+
+    Raises:
+        UserError: the file is no label map, or has other labels.
+    """
+    try:
+        with Image.open(path) as image:
+            labels = np.array(image)
+    except Exception as error:  # Pillow's decoders have many kinds of errors
+        raise UserError(f"labels {path!r} cannot be read: {error}") from None
+    if labels.ndim != 2:
+        raise UserError(
+            f"labels {path!r} have {labels.shape[2]} channels; a label map has one, whose values "
+            "are the classes' numbers"
+        )
+    wrong = labels[(labels >= num_classes) & (labels != ignore_label)]
+    if wrong.size:
+        raise UserError(
+            f"labels {path!r} have the value {wrong[0]}, but there are {num_classes} classes, and "
+            f"the label to ignore is {ignore_label}"
+        )
+    return labels.astype(dtype)
+
+
+def check_label_size(record: dict, image: np.ndarray) -> None:
+    """An image and the label file of its record have the same height and width.
+
+    Raises:
+        UserError: they have not.
+    """
+    try:
+        with Image.open(record["sem_seg_file_name"]) as labels:
+            width, height = labels.size
+    except OSError as error:
+        raise UserError(f"labels cannot be read: {error}") from None
+    if image.shape[:2] != (height, width):
+        raise UserError(
+            f"image {record['file_name']!r} has {image.shape[1]} x {image.shape[0]} pixels, its "
+            f"labels {record['sem_seg_file_name']!r} have {width} x {height}"
+        )
+
+
+def check_classes(names: Sequence[str], num_classes: int, ignore_label: int) -> None:
+    """Registered data sets of label maps have the given classes and label to ignore.
+
+    Raises:
+        UserError: one has not, or no label maps at all.
+    """
+    for name in names:
+        metadata = MetadataCatalog.get(name)
+        classes = metadata.get("stuff_classes")
+        if not classes or metadata.get("ignore_label") is None:
+            raise UserError(f"data set {name!r} has no label maps")
+        if len(classes) != num_classes:
+            raise UserError(
+                f"data set {name!r} has {len(classes)} classes; set "
+                f"MODEL.SEM_SEG_HEAD.NUM_CLASSES to that instead of {num_classes}"
+            )
+        if metadata.ignore_label != ignore_label:
+            raise UserError(
+                f"data set {name!r} ignores the label {metadata.ignore_label}; set "
+                f"MODEL.SEM_SEG_HEAD.IGNORE_VALUE to that instead of {ignore_label}"
+            )
+
+
+def register_sem_seg_folders(cfg: CfgNode) -> None:
+    """Register the data sets that DATASETS.SEM_SEG_FOLDERS describes; see `register_sem_seg`.
+
+    Raises:
+        UserError: a description lacks a key, or has one that is unknown.
+    """
+    for name, folder in cfg.DATASETS.SEM_SEG_FOLDERS.items():
+        keys = set(folder) if isinstance(folder, dict) else set()
+        if keys - set(_KEYS) or not keys >= set(_KEYS[:3]):
+            raise UserError(
+                f"DATASETS.SEM_SEG_FOLDERS.{name} has the keys {', '.join(sorted(keys)) or 'none'};"
+                " it takes IMAGES, LABELS, CLASSES and, if it is not 255, IGNORE_LABEL"
+            )
+        classes = folder.CLASSES
+        if isinstance(classes, int):
+            classes = [str(number) for number in range(classes)]
+        register_sem_seg(
+            name, folder.IMAGES, folder.LABELS, classes, folder.get("IGNORE_LABEL", 255)
+        )
+
+
+def register_sem_seg(
+    name: str, images: str, labels: str, classes: Sequence[str], ignore_label: int = 255
+) -> None:
+    """Register a data set of images and label maps, in the place of one of that name.
+
+    Args:
+        images: a folder of image files.
+        labels: a folder with a file STEM.png for each image STEM.*, in the same subfolder; its
+            values are the classes' numbers from 0, or `ignore_label`.
+        classes: their names.
+    """
+    if name in DatasetCatalog.list():
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+    DatasetCatalog.register(name, lambda: load_sem_seg(name, Path(images), Path(labels)))
+    MetadataCatalog.get(name).set(
+        image_root=images,
+        sem_seg_root=labels,
+        stuff_classes=list(classes),
+        ignore_label=ignore_label,
+        evaluator_type="sem_seg",
+        remedy=f"set DATASETS.SEM_SEG_FOLDERS.{name} to the folders of images and labels",
+    )
+
+
+def load_sem_seg(name: str, images: Path, labels: Path) -> list[dict]:
+    """The records of a data set's images, in the order of their paths; see `register_sem_seg`.
+
+    Raises:
+        UserError: there are no images, or one has no labels.
+    """
+    files = ImageFolder(images).files
+    records = [
+        {
+            "file_name": str(file),
+            "sem_seg_file_name": str((labels / file.relative_to(images)).with_suffix(".png")),
+        }
+        for file in files
+    ]
+    for record in records:
+        if not Path(record["sem_seg_file_name"]).is_file():
+            raise UserError(
+                f"data set {name!r} has an image {record['file_name']!r}, but no labels "
+                f"{record['sem_seg_file_name']!r}"
+            )
+    return records
