@@ -1,9 +1,10 @@
 """What SW learned: importance ratios, the gap between two domains, and how white the output is.
 
-The same as `tools/plot_importance.py`, `tools/domain_gap.py` and `tools/whitening_report.py`, as
-functions that return arrays and matplotlib figures, for notebooks.
+The same as `tools/compare_runs.py`, `tools/plot_importance.py`, `tools/domain_gap.py` and
+`tools/whitening_report.py`, as functions that return arrays and matplotlib figures, for notebooks.
 """
 
+from .comparison import comparison_figure
 from .domain_gap import domain_gap, domain_gap_figure, layer_features
 from .drawing import save_figure
 from .importance import (
@@ -29,6 +30,7 @@ __all__ = [
     "Whiteness",
     "average_ratios",
     "average_ratios_figure",
+    "comparison_figure",
     "domain_gap",
     "domain_gap_figure",
     "final_ratios_figure",
