@@ -8,10 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..errors import UserError
-from .drawing import PALETTE, STATISTIC_COLORS, plot_series, shorten, style_iterations
+from .drawing import STATISTIC_COLORS, plot_series, shorten, style_iterations
 from .importance import MOMENTS, importance_curves
 from .metrics import Series
 
+# Apart from the colours of the statistics. Line styles tell runs apart in the panels of ratios.
+_RUN_COLORS = ("#444444", "#CC79A7", "#882255", "#999999")
+_RUN_STYLES = ("-", "--", ":", "-.")
 _MOMENT_TITLES = {"mean": "ω, mean over layers", "cov": "ω′, mean over layers"}
 
 
@@ -41,7 +44,7 @@ def comparison_figure(runs: dict[str, dict[str, Series]], metrics: Sequence[str]
     figure = Figure(figsize=(1 + 3.6 * num_panels, 3.8), layout="constrained")
     panels = figure.subplots(1, num_panels, squeeze=False)[0]
     styles = {
-        name: {"color": PALETTE[i % len(PALETTE)], "linestyle": ("-", "--", ":")[i // 7 % 3]}
+        name: {"color": _RUN_COLORS[i % 4], "linestyle": _RUN_STYLES[(i + i // 4) % 4]}
         for i, name in enumerate(runs)
     }
     for axes, key in zip(panels, metrics):
