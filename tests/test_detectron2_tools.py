@@ -191,8 +191,8 @@ def test_benchmark_measures_evaluation(run, trained):
 
 
 def test_mistakes_are_one_line(run, small_datasets):
-    unknown = run("train_net.py", "--config-file", "none.yaml", fails=True)
+    unknown = run("train_net.py", "--config-file", "shapes_mask_rcnn_SW.yaml", fails=True)
     assert "Traceback" not in unknown
-    assert "'none.yaml'" in unknown and CONFIG[1] in unknown
+    assert "'shapes_mask_rcnn_SW.yaml'" in unknown and CONFIG[1] in unknown
     missing = run("no_such_script.py", fails=True)
     assert missing.strip() == f"{TOOLS / 'no_such_script.py'}: error: there is no such script"
