@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from .engine import load_config
 from .errors import UserError
+from .files import written_whole
 from .layers import STATISTICS, SwitchWhiten2d, kernels
 from .layers.composed import composed_switch_whiten
 from .layers.functional import WHITENING_METHODS
@@ -793,19 +794,11 @@ def write_results(
         records = [asdict(g) | {"exponent": g.exponent, "agrees": g.agrees} for g in results]
     content = {"benchmark": name, "machine": machine, "settings": settings, "results": records}
     text = json.dumps(content, indent=2) + "\n"
-    _replace(folder / "results.json", lambda path: path.write_text(text))
+    with written_whole(folder / "results.json") as path:
+        path.write_text(text)
     figure = growth_figure(results) if name == "flops" else ratio_figure(results)
-    _replace(folder / f"{name}.png", lambda path: figure.savefig(path, format="png", dpi=110))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that no reader ever meets half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(folder / f"{name}.png") as path:
+        figure.savefig(path, dpi=110)
 
 
 # The colours of Okabe and Ito, which stay apart for colour-blind readers.

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -432,13 +433,18 @@ def test_results_of_several_data_sets(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["iterations"] is None
 
 
-def test_results_that_cannot_be_written_leave_the_old_ones(tmp_path):
+def test_results_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):
     write_results(RESULTS, tmp_path, "old")
-    before = (tmp_path / "results.json").read_text()
-    (tmp_path / "results.json.unfinished").mkdir()
-    with pytest.raises(OSError):
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def fill_the_disk(path, text):
+        path.write_bytes(text.encode()[:10])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_the_disk)
+    with pytest.raises(OSError, match="No space"):
         write_results(RESULTS, tmp_path, "new")
-    assert (tmp_path / "results.json").read_text() == before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_the_command_scales_stops_and_writes_its_results(datasets, tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from ..files import written_whole
+
 # The colours of Okabe and Ito, which stay apart for colour-blind readers. The whitening and the
 # standardization over the same axes share a hue: blue for the batch, orange for the instance.
 STATISTIC_COLORS = {
@@ -76,20 +78,18 @@ def save_figure(figure: Figure, path: str | os.PathLike, dpi: int = 110) -> None
     """Write a figure, as the file's ending says, so that no reader ever meets half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     kind = path.suffix.removeprefix(".")
     # No date and a fixed salt: the same figure gives the same file.
     metadata = {"Date": None} if kind == "svg" else None
-    try:
-        with mpl.rc_context({"svg.hashsalt": "sw_detectron"}):
-            figure.savefig(
-                temporary,
-                format=kind,
-                dpi=dpi,
-                metadata=metadata,
-                bbox_inches="tight",
-                pad_inches=0.15,
-            )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        written_whole(path) as unfinished,
+        mpl.rc_context({"svg.hashsalt": "sw_detectron"}),
+    ):
+        figure.savefig(
+            unfinished,
+            format=kind,
+            dpi=dpi,
+            metadata=metadata,
+            bbox_inches="tight",
+            pad_inches=0.15,
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ..errors import UserError
+from ..files import written_whole
 from .drawing import save_figure
 
 PRINT_DPI = 200
@@ -32,12 +33,10 @@ def save_result(
     """Write `name`.png, `name`.svg and, with the numbers that the figure shows, `name`.csv."""
     save_figure(figure, folder / f"{name}.png", dpi=PRINT_DPI)
     save_figure(figure, folder / f"{name}.svg")
-    temporary = folder / f".{name}.csv.{os.getpid()}"
-    try:
-        with open(temporary, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(header)
-            writer.writerows(rows)
-        os.replace(temporary, folder / f"{name}.csv")
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        written_whole(folder / f"{name}.csv") as unfinished,
+        open(unfinished, "w", newline="") as file,
+    ):
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -18,6 +18,7 @@ from detectron2.data.detection_utils import read_image
 from PIL import Image
 
 from ..errors import UserError
+from ..files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,8 @@ def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
 
 def write_picture(frame: np.ndarray, path: Path) -> None:
     """Write a frame as PNG, whole or not at all."""
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.png")
-    cv2.imwrite(str(unfinished), frame)
-    unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        cv2.imwrite(str(unfinished), frame)
 
 
 def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> None:

@@ -21,6 +21,7 @@ from ..data.media import ImageFile, VideoFile, find_media, write_picture, write_
 from ..data.slices import register_slice
 from ..errors import UserError
 from ..evaluation.pictures import overlay_class_map, overlay_results
+from ..files import written_whole
 from .setup import load_config
 
 
@@ -76,9 +77,8 @@ def predict(args: argparse.Namespace) -> None:
                 write_picture(next(pictures(item)), path)
 
     path = folder / "predictions.json"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(results))
-    unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(results))
     print(
         f"{path}: {len(results)} results of {next(image_ids) - 1} images\n{folder}: their pictures"
     )

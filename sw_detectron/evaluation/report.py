@@ -3,7 +3,6 @@
 import base64
 import io
 import logging
-import os
 from collections import defaultdict
 from html import escape
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..analysis.drawing import PALETTE, plot_series, style_iterations
 from ..analysis.importance import final_ratios, importance_curves
 from ..analysis.importance_figures import final_ratios_figure, importance_curves_figure
 from ..analysis.metrics import Series, read_metrics
+from ..files import written_whole
 from ..modeling.summary import sw_table
 from .pictures import losses_figure, predictions_figure
 
@@ -75,17 +75,13 @@ def write_report(cfg: CfgNode, model: nn.Module, results: dict | None) -> Path:
     title = escape(folder.resolve().name)
     body = "\n".join(f"<h2>{name}</h2>\n{text}" for name, text in sections.items() if text)
     path = folder / "report.html"
-    temporary = folder / f".report.html.{os.getpid()}"
-    try:
-        temporary.write_text(
+    with written_whole(path) as unfinished:
+        unfinished.write_text(
             f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
             f"{body}\n</body>\n</html>\n",
             encoding="utf-8",
         )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -2,11 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from tabulate import tabulate
+
+from ..files import written_whole
 
 METRICS = Mapping[str, float]  # by name: AP, AP50, …, and AP-<class> for single classes
 TASKS = Mapping[str, METRICS]  # by name: bbox, segm, …
@@ -72,6 +73,5 @@ def _finite(values: Mapping) -> dict:
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
+    with written_whole(path) as unfinished:
+        unfinished.write_text(text)
