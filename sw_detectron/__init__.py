@@ -22,16 +22,12 @@ except ModuleNotFoundError as error:
         name="detectron2",
     ) from None
 
+from . import tasks  # noqa: F401  they register themselves, their models and their data sets
 from .config import add_sw_config
-from .data import (
-    register_classification,
-    register_shape_classes,
-    register_shapes,
-    register_shapes_sem_seg,
-)
+from .detectron2_patches import apply_patches
 from .errors import UserError
-from .layers import SwitchWhiten2d, register_norm
-from .modeling import replace_norms
+from .layers import SwitchWhiten2d
+from .modeling import register_norm, replace_norms
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,7 +38,4 @@ __all__ = [
     "replace_norms",
 ]
 
-register_shapes()
-register_shape_classes()
-register_classification()
-register_shapes_sem_seg()
+apply_patches()

@@ -1,4 +1,4 @@
-"""The config keys of SW, and where a config's bare name is looked up."""
+"""The config keys that all tasks share, and where a config's bare name is looked up."""
 
 import difflib
 from pathlib import Path
@@ -6,10 +6,13 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from .errors import UserError
+from .task import all_tasks
 
 
 def add_sw_config(cfg: CfgNode) -> None:
     """Add the package's keys, with their defaults, to a Detectron2 config."""
+    # What is trained: detection, classification, segmentation. Empty: what META_ARCHITECTURE says.
+    cfg.TASK = ""
     cfg.MODEL.SW = CfgNode()
     # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
     # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the
@@ -42,33 +45,13 @@ def add_sw_config(cfg: CfgNode) -> None:
     # The first iteration that leaves the importance weights as they are; like SOLVER.STEPS, it
     # scales with REFERENCE_WORLD_SIZE. 0: they always learn.
     cfg.SOLVER.IMPORTANCE_STOP_ITER = 0
-    _add_classification_config(cfg)
+    # Of LR_SCHEDULER_NAME "WarmupPolyLR".
+    cfg.SOLVER.POLY_LR_POWER = 0.9
+    # Multiplies the learning rate of all that lies outside of the backbone.
+    cfg.SOLVER.HEAD_LR_FACTOR = 1.0
     _add_epoch_config(cfg)
-    _add_sem_seg_config(cfg)
-
-
-def _add_classification_config(cfg: CfgNode) -> None:
-    cfg.MODEL.CLASSIFIER = CfgNode()
-    # Must equal the number of classes of the data sets.
-    cfg.MODEL.CLASSIFIER.NUM_CLASSES = 1000
-    # The share of the target that is spread evenly over all classes.
-    cfg.MODEL.CLASSIFIER.LABEL_SMOOTHING = 0.0
-    # Keep images, weights and feature maps in the channels_last memory format.
-    cfg.MODEL.CLASSIFIER.CHANNELS_LAST = False
-
-    cfg.INPUT.CLASSIFIER = CfgNode()
-    # Side of the square crops in pixels, in training and in evaluation.
-    cfg.INPUT.CLASSIFIER.SIZE = 224
-    # The shorter side that evaluation resizes images to, before the central crop.
-    cfg.INPUT.CLASSIFIER.RESIZE_TEST = 256
-    # The crop in training. random_resized: 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3;
-    # padded: a random square of the image, with PADDING black pixels added on each side. Flips are
-    # INPUT.RANDOM_FLIP's: horizontal or none.
-    cfg.INPUT.CLASSIFIER.TRAIN_CROP = "random_resized"
-    cfg.INPUT.CLASSIFIER.PADDING = 4
-
-    # A folder with train/CLASS/* and val/CLASS/*: the data sets folder_train and folder_val.
-    cfg.DATASETS.FOLDER = ""
+    for task in all_tasks():
+        task.add_config(cfg)
 
 
 def _add_epoch_config(cfg: CfgNode) -> None:
@@ -80,38 +63,6 @@ def _add_epoch_config(cfg: CfgNode) -> None:
     cfg.SOLVER.IMPORTANCE_STOP_EPOCH = 0  # IMPORTANCE_STOP_ITER
     cfg.SOLVER.CHECKPOINT_EPOCHS = 0  # CHECKPOINT_PERIOD
     cfg.TEST.EVAL_EPOCHS = 0  # EVAL_PERIOD
-
-
-def _add_sem_seg_config(cfg: CfgNode) -> None:
-    """The keys of semantic segmentation; names as in Detectron2's DeepLab where it has them."""
-    # Of PSPHead: the grids of the pyramid pooling, [1, 2, 3, 6] in PSPNet; empty for none.
-    cfg.MODEL.SEM_SEG_HEAD.POOL_BINS = []
-    cfg.MODEL.SEM_SEG_HEAD.DROPOUT = 0.1
-    # With two IN_FEATURES, the factor of the loss on the first.
-    cfg.MODEL.SEM_SEG_HEAD.AUX_LOSS_WEIGHT = 0.4
-    # A factor for each class's pixels in the loss; empty: all are 1.
-    cfg.MODEL.SEM_SEG_HEAD.CLASS_WEIGHTS = []
-
-    # Range of the factors by which training images are resized, before they are cut to or padded
-    # to INPUT.CROP.SIZE (height, width), which is the window of tests too.
-    cfg.INPUT.RANDOM_SCALE = [0.5, 2.0]
-    # Largest angle in degrees by which every other training image is rotated.
-    cfg.INPUT.RANDOM_ROTATION = 0.0
-    # Standard deviation in pixels of the Gaussian by which every other training image is blurred.
-    cfg.INPUT.RANDOM_BLUR = 0.0
-
-    # Data sets of your own by name, each with IMAGES and LABELS (two folders of files with the same
-    # names, labels as PNG), CLASSES (names, or their number) and IGNORE_LABEL (default 255).
-    cfg.DATASETS.SEM_SEG_FOLDERS = CfgNode(new_allowed=True)
-
-    # Of LR_SCHEDULER_NAME "WarmupPolyLR".
-    cfg.SOLVER.POLY_LR_POWER = 0.9
-    # Multiplies the learning rate of all that lies outside of the backbone.
-    cfg.SOLVER.HEAD_LR_FACTOR = 1.0
-
-    # Scales of TEST.AUG for segmentation, in place of its MIN_SIZES; with FLIP, of the mirror
-    # images too.
-    cfg.TEST.AUG.SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
 
 def config_folder() -> Path:

@@ -10,9 +10,9 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.env import seed_all_rng
+from helpers.ranks import spawn
+from helpers.runs import SHAPES, TINY, same
 from PIL import Image
-from test_sync import spawn
-from test_train_net import SHAPES, TINY, same
 from torch import nn
 
 from sw_detectron.data import register_shapes

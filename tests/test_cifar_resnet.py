@@ -5,7 +5,7 @@ import torch
 from detectron2.config import get_cfg
 from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
 from detectron2.modeling import ResNet, build_backbone
-from he_resnet import (
+from helpers.he_resnet import (
     HeResNet,
     cifar_test_images,
     detectron2_name,

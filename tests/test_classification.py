@@ -10,45 +10,45 @@ import pytest
 import torch
 from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
 from detectron2.modeling import build_model
+from helpers.classification import TINY, TOY, run_here
+from helpers.runs import PAPER, ROOT, SHAPES, refuse
+from helpers.runs import TINY as TINY_DETECTOR
 from PIL import Image
-from test_train_net import PAPER, ROOT, SHAPES, refuse
-from test_train_net import TINY as TINY_DETECTOR
 from torchvision import datasets as torchvision_datasets
 
-from sw_detectron import data
 from sw_detectron.checkpoint import Checkpointer
-from sw_detectron.data import classification
-from sw_detectron.data.classification import CorruptImages, LabelledImages, class_names, collate
-from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
-from sw_detectron.engine.classification import ClassificationTrainer
+from sw_detectron.data import register_shapes
+from sw_detectron.engine import load_config
 from sw_detectron.engine.hooks import BestCheckpointer
 from sw_detectron.engine.schedule import epochs_to_iterations
 from sw_detectron.errors import UserError
-from sw_detectron.evaluation.classification import ClassificationEvaluator
-from sw_detectron.modeling import ImageClassifier
-from sw_detectron.modeling.classifier import IGNORED_LABEL
 from sw_detectron.modeling.summary import sw_layers
-
-TOY = "classification_shapes_R18_SW.yaml"
-# A few steps of four small images.
-TINY = """
-    SOLVER.IMS_PER_BATCH 4 SOLVER.EPOCHS 0 SOLVER.MAX_ITER 3 SOLVER.STEP_EPOCHS ()
-    SOLVER.CHECKPOINT_EPOCHS 0 TEST.EVAL_EPOCHS 0 DATASETS.TEST ('shapes_cls_val[:10]',)
-""".split()
+from sw_detectron.tasks.classification import (
+    ImageClassifier,
+    data,
+    register_class_folders,
+    register_classification,
+    register_shape_classes,
+)
+from sw_detectron.tasks.classification.data import (
+    CorruptImages,
+    LabelledImages,
+    class_names,
+    collate,
+)
+from sw_detectron.tasks.classification.evaluator import ClassificationEvaluator
+from sw_detectron.tasks.classification.model import IGNORED_LABEL
+from sw_detectron.tasks.classification.trainer import ClassificationTrainer
 
 
 @pytest.fixture
 def generated(datasets):
     """The generated data sets in a folder of their own, for runs in this process."""
-    data.register_shapes(datasets / "shapes")
-    data.register_shape_classes(datasets / "shapes_cls")
+    register_shapes(datasets / "shapes")
+    register_shape_classes(datasets / "shapes_cls")
     yield
-    data.register_shapes()
-    data.register_shape_classes()
-
-
-def run_here(*arguments):
-    return train_or_evaluate(argument_parser("", "").parse_args(arguments))
+    register_shapes()
+    register_shape_classes()
 
 
 def toy_model(*overrides):
@@ -163,7 +163,7 @@ def write_images(folder, num_images, classes=("cat", "dog"), size=(40, 30)):
 def test_folders_of_classes(tmp_path):
     write_images(tmp_path, 5, ("dog", "cat"))
     (tmp_path / "cat" / "notes.txt").write_text("not an image")
-    data.register_class_folders("pets", tmp_path)
+    register_class_folders("pets", tmp_path)
     expected = [("dog/000.png", 1), ("cat/001.png", 0), ("dog/002.png", 1), ("cat/003.png", 0)]
     expected = [(str(tmp_path / name), label) for name, label in [*expected, ("dog/004.png", 1)]]
     assert [(r["file_name"], r["label"]) for r in DatasetCatalog.get("pets")] == expected
@@ -176,7 +176,7 @@ def test_evaluation_sees_the_centre_of_the_resized_image(image_format):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
     sizes = ["INPUT.CLASSIFIER.SIZE", "32", "INPUT.CLASSIFIER.RESIZE_TEST", "40"]
     cfg = load_config(TOY, [*sizes, "INPUT.FORMAT", image_format])
-    seen = classification.test_transform(cfg)(image)
+    seen = data.test_transform(cfg)(image)
     resized = np.asarray(image.resize((60, 40), Image.Resampling.BILINEAR))
     expected = torch.from_numpy(resized[4:36, 14:46].transpose(2, 0, 1).copy())
     assert torch.equal(seen, expected.flip(0) if image_format == "BGR" else expected)
@@ -192,13 +192,13 @@ def test_training_crops():
     seen = set()
     torch.manual_seed(0)
     for _ in range(100):
-        crop = classification.train_transform(cfg)(image)
+        crop = data.train_transform(cfg)(image)
         (match,) = (possible == crop).flatten(1).all(1).nonzero().flatten().tolist()
         seen.add(match)
     assert len(seen) > 60
     assert min(seen) < 81 <= max(seen)
     cfg = load_config("classification_R50_SW_100e.yaml", [])
-    assert classification.train_transform(cfg)(image).shape == (3, 224, 224)
+    assert data.train_transform(cfg)(image).shape == (3, 224, 224)
 
 
 def test_cifar_as_torchvision_unpacks_it(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_cifar_as_torchvision_unpacks_it(tmp_path, monkeypatch):
         (folder / part).write_bytes(pickle.dumps(content))
     meta = {"label_names": [*"abcdefghij"]}
     (folder / "batches.meta").write_bytes(pickle.dumps(meta))
-    classification.register_classification(tmp_path)
+    register_classification(tmp_path)
     with pytest.raises(UserError, match="checksums"):
         DatasetCatalog.get("cifar10_train")
     cifar = torchvision_datasets.CIFAR10
@@ -227,9 +227,9 @@ def test_cifar_as_torchvision_unpacks_it(tmp_path, monkeypatch):
         assert all(np.array_equal(r["image"], x) for r, x in zip(records, expected))
         assert class_names(name) == tuple("abcdefghij")
     write_images(tmp_path / "cifar100" / "test", 4)
-    classification.register_classification(tmp_path)
+    register_classification(tmp_path)
     assert len(DatasetCatalog.get("cifar100_test")) == 4
-    classification.register_classification()
+    register_classification()
 
 
 def spoil(folder, numbers):
@@ -245,9 +245,9 @@ def spoil(folder, numbers):
 def test_unreadable_images_are_named_and_skipped(tmp_path, caplog):
     write_images(tmp_path, 10)
     spoiled = spoil(tmp_path, {3, 4, 9})
-    data.register_class_folders("spoiled", tmp_path)
+    register_class_folders("spoiled", tmp_path)
     records = DatasetFromList(DatasetCatalog.get("spoiled"))
-    transform = classification.test_transform(load_config(TOY, []))
+    transform = data.test_transform(load_config(TOY, []))
     training, evaluation = (LabelledImages(records, transform, tries) for tries in (3, 1))
     for number, taken in {2: 2, 3: 5, 4: 5, 9: 0}.items():
         assert torch.equal(training[number]["image"], training[taken]["image"])

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from test_classification import TINY, TOY, run_here
-from test_train_net import TRAIN_NET, check_killed_run_resumes_to_the_same_result, run
+from helpers.classification import TINY, TOY, run_here
+from helpers.runs import TRAIN_NET, check_killed_run_resumes_to_the_same_result, run
 
-from sw_detectron.data.classification import register_classification
+from sw_detectron.tasks.classification.data import register_classification
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
-from figures import check_texts
+from helpers.figures import check_texts
 from PIL import Image
 
 from sw_detectron.analysis import (

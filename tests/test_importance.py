@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from figures import check_texts
+from helpers.figures import check_texts
 from matplotlib.colors import to_hex
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter

@@ -5,9 +5,9 @@ import warnings
 
 import numpy as np
 import pytest
-import reference
 import torch
 from conftest import SHARED
+from helpers import reference
 from torch import nn
 
 from sw_detectron.layers import STATISTICS, SwitchWhiten2d

@@ -11,7 +11,8 @@ from detectron2.modeling.roi_heads import box_head, mask_head
 from torch import nn
 
 import sw_detectron
-from sw_detectron.layers import SwitchWhiten2d, norm_registry, register_norm
+from sw_detectron.layers import SwitchWhiten2d
+from sw_detectron.modeling import norms, register_norm
 
 NAMES = {
     "SW": ("bw", "iw"),
@@ -25,10 +26,10 @@ NAMES = {
 
 @pytest.fixture
 def restore_registry():
-    before = dict(norm_registry._registered)
+    before = dict(norms._registered)
     yield
-    norm_registry._registered.clear()
-    norm_registry._registered.update(before)
+    norms._registered.clear()
+    norms._registered.update(before)
 
 
 @pytest.mark.parametrize("module", [None, fpn, resnet, box_head, mask_head], ids=str)
@@ -48,8 +49,9 @@ from detectron2.layers import get_norm as held_by_another_name
 if sys.argv[1] == "before":
     import detectron2.modeling.backbone.regnet as late
 import sw_detectron
-import sw_detectron.layers.norm_registry as registry, importlib
+import sw_detectron.modeling.norms as registry, importlib
 importlib.reload(registry)
+sw_detectron.detectron2_patches.apply_patches()
 import detectron2.modeling.backbone.regnet as late
 import detectron2.projects.deeplab.semantic_seg as project
 def local():

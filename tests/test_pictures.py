@@ -6,19 +6,16 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog
-from figures import check_texts
+from helpers.figures import check_texts
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from sw_detectron.analysis.drawing import STATISTIC_COLORS
 from sw_detectron.data import generate_shapes, register_shapes
-from sw_detectron.evaluation import pictures
-from sw_detectron.evaluation.pictures import (
-    STATISTIC_COLORS,
-    draw_predictions,
-    plot_training_curves,
-    predictions_figure,
-    training_curves_figure,
-)
+from sw_detectron.report import curves
+from sw_detectron.report.curves import plot_training_curves, training_curves_figure
+from sw_detectron.tasks.detection import drawing
+from sw_detectron.tasks.detection.drawing import draw_predictions, predictions_figure
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ITERATIONS = range(19, 300, 20)
@@ -122,13 +119,13 @@ def test_predictions_below_the_threshold_are_left_out(predictions):
 
 
 def test_categories_are_named_as_in_the_ground_truth(records, predictions):
-    metadata = pictures.MetadataCatalog.get("shapes_val")
+    metadata = drawing.MetadataCatalog.get("shapes_val")
     truths = [annotation for record in records for annotation in record["annotations"]]
     for truth, prediction in zip(truths, predictions, strict=True):
         name = metadata.thing_classes[truth["category_id"]]
-        assert pictures._label(truth, metadata) == name
-        converted = pictures._to_annotation(prediction, metadata)
-        assert pictures._label(converted, metadata) == f"{name} 90%"
+        assert drawing._label(truth, metadata) == name
+        converted = drawing._to_annotation(prediction, metadata)
+        assert drawing._label(converted, metadata) == f"{name} 90%"
 
 
 def test_predictions_without_masks_show_their_boxes(predictions):
@@ -213,10 +210,10 @@ def test_a_line_cut_short_is_skipped_and_a_repeated_iteration_counts_once(tmp_pa
 
 
 def test_smoothing_averages_and_leaves_gaps_out():
-    assert pictures._smooth(np.array([4.0])) == pytest.approx([4.0])
-    assert pictures._smooth(np.array([0.0, 3.0, 6.0, 0.0])) == pytest.approx([1.5, 3.0, 3.0, 3.0])
-    assert pictures._smooth(np.array([1.0, np.nan, 3.0])) == pytest.approx([1.0, 2.0, 3.0])
-    assert len(pictures._smooth(np.arange(1000.0))) == 1000
+    assert curves._smooth(np.array([4.0])) == pytest.approx([4.0])
+    assert curves._smooth(np.array([0.0, 3.0, 6.0, 0.0])) == pytest.approx([1.5, 3.0, 3.0, 3.0])
+    assert curves._smooth(np.array([1.0, np.nan, 3.0])) == pytest.approx([1.0, 2.0, 3.0])
+    assert len(curves._smooth(np.arange(1000.0))) == 1000
 
 
 @pytest.mark.parametrize("content", [None, "", "not json\n", "[1, 2]\n", '{"lr": 1}\n'])

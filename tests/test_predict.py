@@ -19,7 +19,7 @@ from pycocotools.coco import COCO
 from sw_detectron import UserError
 from sw_detectron.data import generate_shapes, media
 from sw_detectron.engine import load_config
-from sw_detectron.engine.predict import predict
+from sw_detectron.engine.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"

@@ -18,9 +18,9 @@ from detectron2.solver import build_lr_scheduler
 from detectron2.solver import build_optimizer as detectron2_build_optimizer
 from detectron2.solver.build import _generate_optimizer_class_with_gradient_clipping
 from detectron2.utils.events import JSONWriter, TensorboardXWriter
+from helpers.ranks import spawn
+from helpers.runs import SHAPES, TINY, TRAIN_NET, refuse, run, same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_sync import spawn
-from test_train_net import SHAPES, TINY, TRAIN_NET, refuse, run, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +30,7 @@ from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.engine import Trainer, argument_parser, train_or_evaluate
 from sw_detectron.engine.hooks import ImportanceWriter, StopImportance
 from sw_detectron.engine.optimizer import build_optimizer, get_sw_optimizer_params
-from sw_detectron.evaluation.results import write_results
+from sw_detectron.report.tables import write_results
 
 
 def config(**solver):

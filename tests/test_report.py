@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from detectron2.data import DatasetCatalog
@@ -17,8 +18,9 @@ from torch import nn
 from sw_detectron.data import generate_shapes, register_shapes
 from sw_detectron.engine import load_config
 from sw_detectron.errors import UserError
-from sw_detectron.evaluation.report import write_report
 from sw_detectron.layers import SwitchWhiten2d
+from sw_detectron.report import write_page
+from sw_detectron.task import find_task
 
 SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
 RESULTS = {
@@ -104,9 +106,15 @@ def decode(source):
         return image.size
 
 
+def page_of(cfg, model, results):
+    folder = Path(cfg.OUTPUT_DIR)
+    sections = find_task(cfg).page_sections(cfg.DATASETS.TEST, folder)
+    return write_page(folder, model, results, cfg.dump(), sections)
+
+
 def test_the_page_holds_the_run(make_run):
     cfg = make_run()
-    path = write_report(cfg, nn.Sequential(SwitchWhiten2d(16)), RESULTS)
+    path = page_of(cfg, nn.Sequential(SwitchWhiten2d(16)), RESULTS)
     page = Page(path)
     assert list(page.images) == [
         "ground truth beside predictions on shapes_val",
@@ -122,7 +130,7 @@ def test_the_page_holds_the_run(make_run):
 
 
 def test_every_picture_decodes_and_nothing_lies_outside(make_run):
-    path = write_report(make_run(), nn.Sequential(SwitchWhiten2d(16)), RESULTS)
+    path = page_of(make_run(), nn.Sequential(SwitchWhiten2d(16)), RESULTS)
     page = Page(path)
     for source in page.images.values():
         assert min(decode(source)) > 100
@@ -136,7 +144,7 @@ def test_every_picture_decodes_and_nothing_lies_outside(make_run):
 
 def test_a_run_without_sw_has_a_page_too(make_run):
     cfg = make_run(sw=False, predictions=False, evaluations=1)
-    page = Page(write_report(cfg, nn.Sequential(nn.Conv2d(3, 4, 1)), RESULTS))
+    page = Page(page_of(cfg, nn.Sequential(nn.Conv2d(3, 4, 1)), RESULTS))
     assert list(page.images) == ["losses by iteration"]  # one evaluation makes no curve
     assert "no SW layers" in page.text
     assert "12.35" in page.text
@@ -144,7 +152,7 @@ def test_a_run_without_sw_has_a_page_too(make_run):
 
 def test_a_run_that_was_not_evaluated_has_a_page_too(make_run):
     cfg = make_run(predictions=False, tail='{"iteration": 79, "total_l')
-    page = Page(write_report(cfg, nn.Sequential(), None))
+    page = Page(page_of(cfg, nn.Sequential(), None))
     assert "Results" not in page.text
     assert "losses by iteration" in page.images
 
@@ -154,7 +162,7 @@ def test_predictions_of_another_data_set_are_left_out(make_run, caplog):
     path = f"{cfg.OUTPUT_DIR}/inference/coco_instances_results.json"
     with open(path, "w") as file:
         json.dump([{"image_id": 1, "category_id": 77, "score": 0.9, "bbox": [1, 1, 9, 9]}], file)
-    page = Page(write_report(cfg, nn.Sequential(), RESULTS))
+    page = Page(page_of(cfg, nn.Sequential(), RESULTS))
     assert "losses by iteration" in page.images
     assert not any("predictions" in name for name in page.images)
     assert "no category of id 77" in caplog.text
@@ -162,7 +170,7 @@ def test_predictions_of_another_data_set_are_left_out(make_run, caplog):
 
 def test_results_of_several_data_sets_are_told_apart(make_run):
     cfg = make_run(predictions=False)
-    page = Page(write_report(cfg, nn.Sequential(), {"a": RESULTS, "b": {"bbox": {"AP": 1.0}}}))
+    page = Page(page_of(cfg, nn.Sequential(), {"a": RESULTS, "b": {"bbox": {"AP": 1.0}}}))
     assert all(name in page.text for name in ("a/bbox", "a/segm", "b/bbox"))
 
 
@@ -171,12 +179,12 @@ def test_a_run_without_records_is_named(make_run):
     with open(f"{cfg.OUTPUT_DIR}/metrics.json", "w"):
         pass
     with pytest.raises(UserError, match="metrics.json"):
-        write_report(cfg, nn.Sequential(), RESULTS)
+        page_of(cfg, nn.Sequential(), RESULTS)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 def test_a_browser_without_network_shows_every_picture(make_run, tmp_path):
-    path = write_report(make_run(), nn.Sequential(SwitchWhiten2d(16)), RESULTS)
+    path = page_of(make_run(), nn.Sequential(SwitchWhiten2d(16)), RESULTS)
     script = """<script>addEventListener("load", () => { document.title =
         [...document.images].map(image => image.complete && image.naturalWidth).join(" ") +
         " and " + performance.getEntriesByType("resource")

@@ -12,19 +12,20 @@ from torch import nn
 
 from sw_detectron import UserError
 from sw_detectron.config import find_config
-from sw_detectron.data import register_shapes_sem_seg, shapes
-from sw_detectron.data.sem_seg import check_classes, read_labels, register_sem_seg
-from sw_detectron.data.sem_seg_mapper import (
-    PadToSize,
-    RotateTransform,
-    SemSegMapper,
-    build_augmentations,
-)
-from sw_detectron.data.shapes_sem_seg import generate_labels
+from sw_detectron.data import shapes
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import load_config
 from sw_detectron.engine.optimizer import build_lr_scheduler, build_optimizer
-from sw_detectron.evaluation.pictures import overlay_class_map
+from sw_detectron.tasks.segmentation import register_folders, register_shapes_segmentation
+from sw_detectron.tasks.segmentation.data import check_classes, read_labels
+from sw_detectron.tasks.segmentation.drawing import overlay_class_map
+from sw_detectron.tasks.segmentation.mapper import (
+    PadToSize,
+    RotateTransform,
+    SegmentationMapper,
+    build_augmentations,
+)
+from sw_detectron.tasks.segmentation.shapes import generate_labels
 
 CONFIG = "ade20k_semantic_R50_BN.yaml"
 SHAPES = "shapes_semantic_R18_SW.yaml"
@@ -142,17 +143,17 @@ def test_mapper_reads_and_refuses(tmp_path):
     }
     options = "MODEL.SEM_SEG_HEAD.NUM_CLASSES 4 INPUT.MIN_SIZE_TEST 0".split()
     cfg = load_config(CONFIG, options)
-    tested = SemSegMapper(cfg, is_train=False)(record)
+    tested = SegmentationMapper(cfg, is_train=False)(record)
     assert (tested["height"], tested["width"]) == (30, 40)
     assert "sem_seg" not in tested
     np.testing.assert_array_equal(tested["image"].permute(1, 2, 0), image)
-    trained = SemSegMapper(cfg, is_train=True)(record)
+    trained = SegmentationMapper(cfg, is_train=True)(record)
     assert trained["image"].shape == (3, 473, 473) and trained["image"].dtype == torch.uint8
     assert trained["sem_seg"].shape == (473, 473) and trained["sem_seg"].dtype == torch.int64
     save(tmp_path / "labels.png", labels[:, :-1])
     for is_train in (False, True):
         with pytest.raises(UserError, match=r"40 x 30 pixels, its labels .* 39 x 30"):
-            SemSegMapper(cfg, is_train)(record)
+            SegmentationMapper(cfg, is_train)(record)
 
 
 # Data sets
@@ -181,13 +182,13 @@ def test_shapes_labels_are_the_shapes(tmp_path):
 def test_shapes_data_sets_are_registered(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SPLIT_SIZES, "val", 2)
     try:
-        register_shapes_sem_seg(tmp_path)
+        register_shapes_segmentation(tmp_path)
         records = DatasetCatalog.get("shapes_sem_seg_val")
         assert len(records) == 2
         assert read_labels(records[0]["sem_seg_file_name"], 5, 255).shape == (128, 128)
         check_classes(["shapes_sem_seg_val", "shapes_sem_seg_train"], 5, 255)
     finally:
-        register_shapes_sem_seg()
+        register_shapes_segmentation()
 
 
 def test_folders_become_data_sets_by_config(tmp_path):
@@ -221,7 +222,7 @@ def test_folders_become_data_sets_by_config(tmp_path):
 
 
 def test_classes_must_be_those_of_the_data_set():
-    register_sem_seg("doors", "images", "labels", ["door", "wall"], 7)
+    register_folders("doors", "images", "labels", ["door", "wall"], 7)
     check_classes(["doors"], 2, 7)
     with pytest.raises(UserError, match="'doors' has 2 classes; set MODEL.SEM_SEG_HEAD.NUM_CLA"):
         check_classes(["doors"], 3, 7)
@@ -269,7 +270,7 @@ def test_warm_up_leads_into_the_schedule():
 
 
 def test_class_maps_have_a_colour_for_each_class_and_list_it():
-    register_sem_seg("pictured", "images", "labels", ["sky", "road", "an extremely long name " * 9])
+    register_folders("pictured", "images", "labels", ["sky", "road", "an extremely long name " * 9])
     metadata = MetadataCatalog.get("pictured")
     labels = np.full((200, 400), 255)
     labels[:, :100], labels[:50, 100:] = 0, 2

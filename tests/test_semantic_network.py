@@ -13,12 +13,12 @@ from torchvision.models.segmentation import FCN_ResNet50_Weights, FCN_ResNet101_
 
 from sw_detectron import UserError
 from sw_detectron.engine import load_config
-from sw_detectron.modeling.psp_head import PSPHead
-from sw_detectron.modeling.segmentor import (
+from sw_detectron.tasks.segmentation.model import (
     MultiScaleSegmentor,
     SlidingWindowSegmentor,
     window_slices,
 )
+from sw_detectron.tasks.segmentation.psp_head import PSPHead
 
 PSPNET = "ade20k_pspnet_R101_BN.yaml"
 BLOCKS = {"res2": 3, "res3": 4, "res4": 6, "res5": 3}

@@ -10,15 +10,16 @@ import pycocotools.mask as mask_util
 import pytest
 import torch
 from detectron2.modeling import build_model
+from helpers.runs import TRAIN_NET, refuse, run, same
 from PIL import Image
-from test_train_net import TRAIN_NET, refuse, run, same
 from torch import nn
 
 from sw_detectron.config import config_folder
-from sw_detectron.data import generate_shapes, register_shapes_sem_seg
+from sw_detectron.data import generate_shapes
 from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
-from sw_detectron.engine.predict import predict
+from sw_detectron.engine.prediction import predict
 from sw_detectron.layers import SwitchWhiten2d
+from sw_detectron.tasks.segmentation import register_shapes_segmentation
 
 # Configs
 
@@ -160,9 +161,9 @@ def execute(config, *arguments):
 @pytest.fixture
 def shapes_here(datasets):
     """The data sets of shapes in the tests' folder, in this process too."""
-    register_shapes_sem_seg(datasets / "shapes")
+    register_shapes_segmentation(datasets / "shapes")
     yield
-    register_shapes_sem_seg()
+    register_shapes_segmentation()
 
 
 def confusion_matrix(predictions: Path, labels: dict[str, np.ndarray], classes: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import torchvision
 from detectron2.config import get_cfg
 from detectron2.layers import FrozenBatchNorm2d, NaiveSyncBatchNorm, get_norm
 from detectron2.modeling import build_model
-from he_resnet import HeResNet, randomize_norms
+from helpers.he_resnet import HeResNet, randomize_norms
 from timm.layers import BatchNormAct2d, GroupNormAct
 from torch import nn
 

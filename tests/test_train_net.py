@@ -1,55 +1,26 @@
 """The training command: what it does, what it refuses, and how it comes back after a crash."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
+from helpers.runs import (
+    PAPER,
+    SHAPES,
+    TINY,
+    TRAIN_NET,
+    check_killed_run_resumes_to_the_same_result,
+    refuse,
+    run,
+)
 
 from sw_detectron.config import config_folder
 from sw_detectron.data.slices import register_slice
-from sw_detectron.engine import argument_parser, launch, load_config, train_or_evaluate
+from sw_detectron.engine import load_config
 from sw_detectron.modeling.summary import sw_layers
-
-ROOT = Path(__file__).resolve().parents[1]
-TRAIN_NET = [sys.executable, str(ROOT / "tools/train_net.py")]
-SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
-PAPER = "mask_rcnn_R50_FPN_SW_2x.yaml"
-# Narrow, on two small images a step: seconds instead of minutes.
-TINY = """
-    SOLVER.IMS_PER_BATCH 2 INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64
-    MODEL.FPN.OUT_CHANNELS 32 MODEL.RPN.POST_NMS_TOPK_TRAIN 20 MODEL.RPN.POST_NMS_TOPK_TEST 10
-    MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 16 MODEL.ROI_BOX_HEAD.FC_DIM 32
-    MODEL.ROI_MASK_HEAD.CONV_DIM 16
-""".split()
-
-
-def environment(datasets):
-    return os.environ | {"DETECTRON2_DATASETS": str(datasets), "OMP_NUM_THREADS": "1"}
-
-
-def run(command, datasets, **kwargs):
-    return subprocess.run(
-        command, env=environment(datasets), capture_output=True, text=True, **kwargs
-    )
-
-
-def refuse(capsys, *arguments):
-    """The one line on standard error of a command that must fail."""
-    args = argument_parser("", "").parse_args(arguments)
-    with pytest.raises(SystemExit) as stop:
-        launch(train_or_evaluate, args)
-    assert isinstance(stop.value.code, str)  # Python prints it and exits with status 1
-    assert "\n" not in stop.value.code
-    return stop.value.code
 
 
 @pytest.mark.parametrize(
@@ -152,56 +123,6 @@ def test_slices_of_data_sets():
         assert not hasattr(MetadataCatalog.get(name), "json_file")
     register_slice("nothing[:3]")
     assert "nothing[:3]" not in DatasetCatalog.list()
-
-
-def same(a, b, path=""):
-    """Assert that two nested checkpoints are equal to the bit."""
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert list(a) == list(b), path
-        for key in a:
-            same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b)):
-            same(x, y, f"{path}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), path
-    else:
-        assert a == b, path
-
-
-def check_killed_run_resumes_to_the_same_result(arguments, datasets, tmp_path, kills):
-    """SIGKILL at a random moment after given numbers of checkpoints; the end is as without."""
-    command = [*TRAIN_NET, "--resume", *arguments, "DATASETS.TEST", "()", "OUTPUT_DIR"]
-    whole = run([*command, str(tmp_path / "whole")], datasets)
-    assert whole.returncode == 0, whole.stderr[-2000:]
-    assert "training from scratch" in whole.stdout
-
-    generator = random.Random(0)
-    cut = tmp_path / "cut"
-    for checkpoints in kills:
-        process = subprocess.Popen(
-            [*command, str(cut)],
-            env=environment(datasets),
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 240
-        while len(list(cut.glob("model_0*.pth"))) < checkpoints:
-            assert process.poll() is None, "finished before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(generator.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (cut / "model_final.pth").exists()
-    rest = run([*command, str(cut)], datasets)
-    assert rest.returncode == 0, rest.stderr[-2000:]
-    expected = torch.load(tmp_path / "whole/model_final.pth")
-    same(torch.load(cut / "model_final.pth"), expected)
-    return expected, cut
 
 
 def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):

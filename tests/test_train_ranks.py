@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.layers import NaiveSyncBatchNorm
-from test_train_net import SHAPES, TINY, TRAIN_NET, environment, run
+from helpers.runs import SHAPES, TINY, TRAIN_NET, environment, run
 from torch import nn
 
 from sw_detectron.engine.trainer import sync_batch_norms_for_cpu

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torchvision
-from he_resnet import cifar_test_images, pretrained_state, randomize_norms
+from helpers.he_resnet import cifar_test_images, pretrained_state, randomize_norms
 
 from sw_detectron import SwitchWhiten2d, UserError, replace_norms
 from sw_detectron.modeling.cifar_resnet import make_cifar_resnet

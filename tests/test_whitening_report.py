@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 import torch
 from detectron2.modeling import build_model
-from figures import check_texts
+from helpers import reference
+from helpers.figures import check_texts
 from PIL import Image
 from torch import nn
 

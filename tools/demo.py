@@ -5,7 +5,8 @@ import argparse
 from pathlib import Path
 
 from sw_detectron.engine import launch, train_or_evaluate
-from sw_detectron.evaluation.pictures import draw_predictions, plot_training_curves
+from sw_detectron.report import plot_training_curves
+from sw_detectron.tasks.detection.drawing import draw_predictions
 
 CONFIG = "shapes_mask_rcnn_R18_FPN_SW.yaml"
 

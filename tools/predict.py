@@ -4,7 +4,7 @@
 import argparse
 import sys
 
-from sw_detectron.engine.predict import predict
+from sw_detectron.engine.prediction import predict
 from sw_detectron.errors import UserError
 
 EXAMPLES = """

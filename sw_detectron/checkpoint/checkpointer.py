@@ -6,7 +6,6 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from ..errors import UserError
-from ..modeling import ImageClassifier
 from .reading import read_file, weights_in
 
 
@@ -51,7 +50,7 @@ class Checkpointer(DetectionCheckpointer):
             ) from None
 
     def _load_model(self, checkpoint: dict):
-        if not _is_classifier(checkpoint["model"]) or isinstance(self.model, ImageClassifier):
+        if not _is_classifier(checkpoint["model"]) or _is_classifier(self.model.state_dict()):
             return super()._load_model(checkpoint)
         # An FPN holds the network that was pretrained as its bottom_up.
         prefix = "backbone.bottom_up." if hasattr(self.model.backbone, "bottom_up") else "backbone."

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ..config import add_sw_config
 from ..data.images import image_batches
 from ..errors import UserError
-from ..layers import SW_NORMS, SwitchWhiten2d
+from ..layers import SwitchWhiten2d
 from ..layers.mixing import STATISTICS
 from ..modeling.backbone import sw_norm_from_config
 from ..modeling.calibration import calibrate, unfuse
 from ..modeling.cifar_resnet import make_cifar_resnet
+from ..modeling.norms import SW_NORMS
 from ..modeling.placement import PLACEMENTS, numbered_convs, place
 from ..modeling.surgery import replace_norms
 from ..modeling.warm_start import warm_start

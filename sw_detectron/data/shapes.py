@@ -12,16 +12,15 @@ import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
+import cv2
 import numpy as np
 import pycocotools.mask as mask_util
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from ..errors import UserError
+from .registration import datasets_root, register_dataset
 
 __all__ = [
     "CLASS_NAMES",
@@ -113,9 +112,8 @@ def register_shapes(root: str | os.PathLike | None = None) -> None:
 
 
 def default_root() -> Path:
-    """`shapes` in the folder that `DETECTRON2_DATASETS` names, or in `datasets`."""
-    datasets = os.path.expanduser(os.environ.get("DETECTRON2_DATASETS", "datasets"))
-    return Path(datasets) / "shapes"
+    """`shapes` in the folder of data sets."""
+    return datasets_root() / "shapes"
 
 
 def draw_single_shape(rng: np.random.Generator, size: int) -> tuple[np.ndarray, int]:
@@ -127,18 +125,14 @@ def draw_single_shape(rng: np.random.Generator, size: int) -> tuple[np.ndarray, 
 def _register_split(root: Path, split: str) -> None:
     name = f"shapes_{split}"
     json_file, image_root = str(root / "annotations" / f"{split}.json"), str(root / split)
-    if name in DatasetCatalog.list():
-        if MetadataCatalog.get(name).get("json_file") == json_file:
-            return
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
 
     def load() -> list[dict]:
         generate_shapes(root, split, SPLIT_SIZES[split])
         return load_coco_json(json_file, image_root, name)
 
-    DatasetCatalog.register(name, load)
-    MetadataCatalog.get(name).set(
+    register_dataset(
+        name,
+        load,
         json_file=json_file,
         image_root=image_root,
         evaluator_type="coco",
@@ -194,7 +188,7 @@ def _annotate(shape: _Shape, size: int) -> dict:
     """Outline the visible part of a shape by one polygon, and measure it as the COCO API does."""
     (contour,) = _contours(shape.visible)
     # An error of one sub-pixel cannot be seen, and turns staircases into a few straight edges.
-    corners = _opencv().approxPolyDP(contour, epsilon=1.0, closed=True).reshape(-1, 2)
+    corners = cv2.approxPolyDP(contour, epsilon=1.0, closed=True).reshape(-1, 2)
     # Contours run through the centres of sub-pixels; COCO counts from the corner of the image.
     polygon = ((corners + 0.5) / _SUPERSAMPLING).ravel().tolist()
     mask = mask_util.merge(mask_util.frPyObjects([polygon], size, size))
@@ -305,20 +299,8 @@ def _to_pixels(mask: np.ndarray) -> np.ndarray:
 
 def _contours(mask: np.ndarray) -> tuple[np.ndarray, ...]:
     """All outlines of a mask: one for each piece and one for each hole."""
-    cv2 = _opencv()
     contours, _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_CCOMP, cv2.CHAIN_APPROX_NONE)
     return contours
-
-
-def _opencv() -> ModuleType:
-    # No requirement of the package: OpenCV's several distributions overwrite each other's files.
-    try:
-        import cv2
-    except ModuleNotFoundError:
-        raise UserError(
-            "generating the shapes data set needs OpenCV: pip install opencv-python-headless"
-        ) from None
-    return cv2
 
 
 def _contrasting_colour(rng: np.random.Generator, avoid: list[np.ndarray]) -> np.ndarray:

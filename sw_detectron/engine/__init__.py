@@ -1,4 +1,4 @@
-"""Training and evaluation."""
+"""What all tasks share: from a config to a trained and evaluated model."""
 
 from .image_arguments import add_image_arguments, batches_of
 from .launch import launch

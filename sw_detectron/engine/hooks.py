@@ -11,6 +11,7 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from ..layers import SwitchWhiten2d
@@ -133,6 +134,30 @@ class PreciseStats(HookBase):
                     self._model(batch)
         for name, (mean, cov) in pooled.result().items():
             set_running_values(layers[name][0], mean, cov)
+
+
+class OtherSchedules(HookBase):
+    """Steps the learning rates of a step's further optimizers, and records them as `lr_<name>`.
+
+    Args:
+        schedules: by the optimizer's name.
+    """
+
+    def __init__(self, schedules: dict[str, LRScheduler]):
+        self._schedules = schedules
+
+    def after_step(self) -> None:
+        for name, schedule in self._schedules.items():
+            lr = schedule.optimizer.param_groups[0]["lr"]
+            self.trainer.storage.put_scalar(f"lr_{name}", lr, smoothing_hint=False)
+            schedule.step()
+
+    def state_dict(self) -> dict:
+        return {name: schedule.state_dict() for name, schedule in self._schedules.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, schedule in self._schedules.items():
+            schedule.load_state_dict(state[name])
 
 
 class ImagesPerSecond(HookBase):

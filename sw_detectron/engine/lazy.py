@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 from detectron2.config import LazyConfig, instantiate
-from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
-from detectron2.engine.defaults import create_ddp_model
+from detectron2.engine import default_setup
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
@@ -17,11 +16,13 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..config import find_config
-from ..errors import UserError
-from ..evaluation.results import write_results
+from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
-from .hooks import ImportanceWriter, SeedIterations, StopImportance
-from .setup import check_amp, check_dataset, check_weights, one_line
+from ..report import write_results
+from ..task import all_tasks
+from .loop import Loop, RunSettings, to_parallel
+from .setup import check_amp, check_dataset, check_weights
+from .step import MixedPrecisionStep, SupervisedStep
 from .trainer import sync_batch_norms_for_cpu
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,7 @@ def build_lazy_model(cfg: DictConfig) -> nn.Module:
 def _setup(args: argparse.Namespace) -> DictConfig:
     cfg = load_lazy_config(args.config_file, args.opts)
     for split in ("test",) if args.eval_only else ("train", "test"):
-        names = OmegaConf.select(cfg, f"dataloader.{split}.dataset.names", default=())
-        for name in [names] if isinstance(names, str) else names:
+        for name in _dataset_names(cfg, split):
             check_dataset(name)
     check_weights(
         "train.init_checkpoint", cfg.train.init_checkpoint, cfg.train.output_dir, args.resume
@@ -134,44 +134,48 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
     cfg.optimizer.params.model = model
     optimizer = instantiate(cfg.optimizer)
     data_loader = instantiate(cfg.dataloader.train)
-    device_ids = {"device_ids": None} if cfg.train.device == "cpu" else {}
-    parallel = create_ddp_model(model, **cfg.train.ddp, **device_ids)
-    trainer_class = AMPTrainer if cfg.train.amp.enabled else SimpleTrainer
-    trainer = trainer_class(parallel, data_loader, optimizer)
-    checkpointer = Checkpointer(parallel, cfg.train.output_dir, trainer=trainer)
-    results = OrderedDict()
-
-    def evaluate() -> OrderedDict:
-        results.update(_evaluate(cfg, model))
-        return results
-
-    trainer.register_hooks(
-        [
-            hooks.IterationTimer(),
-            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
-            ImportanceWriter(model),
-        ]
+    parallel = to_parallel(model, cfg.train.device, **cfg.train.ddp)
+    step_class = MixedPrecisionStep if cfg.train.amp.enabled else SupervisedStep
+    step = step_class(parallel, data_loader, optimizer, cfg.dataloader.train.total_batch_size)
+    precise = cfg.train.get("precise_bn", {"enabled": False})
+    loop = Loop(
+        step,
+        {"optimizer": instantiate(cfg.lr_multiplier)},
+        RunSettings(
+            output_dir=cfg.train.output_dir,
+            weights=cfg.train.init_checkpoint,
+            max_iter=cfg.train.max_iter,
+            checkpoint_options=cfg.train.checkpointer,
+            eval_period=cfg.train.eval_period,
+            seed=cfg.train.seed,
+            importance_stop_iter=cfg.train.get("importance_stop_iter", 0),
+            precise_iters=precise["num_iter"] if precise["enabled"] else 0,
+            config=_config_text(cfg),
+        ),
+        evaluate=lambda: _evaluate(cfg, model),
+        precise_loader=lambda: instantiate(cfg.dataloader.train | {"num_workers": 0}),
+        page_sections=lambda: _page_sections(cfg),
     )
-    if cfg.train.get("importance_stop_iter"):
-        trainer.register_hooks([StopImportance(model, cfg.train.importance_stop_iter)])
-    if comm.is_main_process():
-        trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer)])
-    trainer.register_hooks([hooks.EvalHook(cfg.train.eval_period, evaluate)])
-    if comm.is_main_process():
-        writers = default_writers(cfg.train.output_dir, cfg.train.max_iter)
-        trainer.register_hooks([hooks.PeriodicWriter(writers)])
-    if cfg.train.seed >= 0:
-        trainer.register_hooks(
-            [SeedIterations(cfg.train.seed, comm.get_rank(), comm.get_world_size())]
-        )
+    loop.resume_or_load(resume)
+    return loop.train()
 
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
-    start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
-    sampler = getattr(data_loader, "resumable_sampler", None)  # a config may build another loader
-    if sampler is not None:
-        sampler.start = start_iter * cfg.dataloader.train.total_batch_size
-    trainer.train(start_iter, cfg.train.max_iter)
-    return results
+
+def _config_text(cfg: DictConfig) -> str:
+    """As `default_setup` has written it, on the main process."""
+    path = Path(cfg.train.output_dir, "config.yaml")
+    return path.read_text() if path.is_file() else ""
+
+
+def _page_sections(cfg: DictConfig) -> dict[str, str]:
+    folder = Path(cfg.train.output_dir)
+    sections = (task.page_sections(_dataset_names(cfg, "test"), folder) for task in all_tasks())
+    return {headline: html for of_task in sections for headline, html in of_task.items()}
+
+
+def _dataset_names(cfg: DictConfig, split: str) -> list[str]:
+    """Those that the config's loader names; empty if it has a loader of another kind."""
+    names = OmegaConf.select(cfg, f"dataloader.{split}.dataset.names", default=())
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _evaluate(cfg: DictConfig, model: nn.Module) -> OrderedDict:

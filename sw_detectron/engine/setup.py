@@ -16,10 +16,9 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..config import add_sw_config, find_config
-from ..data import register_class_folders
-from ..data.sem_seg import register_sem_seg_folders
 from ..data.slices import register_slice
-from ..errors import UserError
+from ..errors import UserError, one_line
+from ..task import all_tasks
 from .schedule import epochs_to_iterations
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,8 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
             raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
-    register_sem_seg_folders(cfg)
+    for task in all_tasks():
+        task.register_datasets(cfg)
     return cfg
 
 
@@ -109,13 +109,6 @@ def setup(args: argparse.Namespace) -> CfgNode:
         UserError: the config asks for something that is not there.
     """
     cfg = load_config(args.config_file, args.opts)
-    if cfg.DATASETS.FOLDER:
-        for split in ("train", "val"):
-            register_class_folders(
-                f"folder_{split}",
-                os.path.join(cfg.DATASETS.FOLDER, split),
-                remedy="set DATASETS.FOLDER to a folder with train/CLASS/* and val/CLASS/*",
-            )
     check_datasets(cfg, training=not args.eval_only)
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
     if not args.eval_only:
@@ -198,9 +191,3 @@ def check_weights(key: str, path: str, output_dir: str, resume: bool) -> None:
             f"{key} {path!r} does not exist; give another file, or an empty {key} to train from "
             "scratch"
         )
-
-
-def one_line(error: Exception) -> str:
-    """What an error of a library says, in one line."""
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return " ".join(str(text).split()) or type(error).__name__

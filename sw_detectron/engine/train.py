@@ -11,17 +11,10 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..errors import UserError
-from ..evaluation.results import write_results
-from .classification import ClassificationTrainer
-from .segmentation import SegmentationTrainer
+from ..report import write_results
+from ..task import find_task
 from .setup import setup
 from .trainer import Trainer
-
-TRAINERS = {
-    "ImageClassifier": ClassificationTrainer,
-    "SlidingWindowSegmentor": SegmentationTrainer,
-}
-"""The trainer of each meta-architecture that is not `Trainer`'s."""
 
 
 def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
@@ -36,7 +29,7 @@ def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
         The results of the last evaluation; empty on all processes but the main one.
     """
     cfg = setup(args)
-    trainer_class = TRAINERS.get(cfg.MODEL.META_ARCHITECTURE, Trainer)
+    trainer_class = find_task(cfg).trainer
     if args.eval_only:
         model, iterations = _load(trainer_class, cfg, args.resume)
         results = trainer_class.test(cfg, model)

@@ -2,9 +2,9 @@
 
 import logging
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
@@ -14,31 +14,27 @@ from detectron2.data import (
     build_detection_train_loader,
     get_detection_dataset_dicts,
 )
-from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
-from detectron2.engine.defaults import create_ddp_model
+from detectron2.engine import DefaultTrainer, TrainerBase
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.layers import NaiveSyncBatchNorm
-from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from fvcore.nn.precise_bn import get_bn_modules
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ..checkpoint import Checkpointer
 from ..data.sampler import build_resumable_train_loader
 from ..errors import UserError
-from ..evaluation.evaluators import build_evaluator
-from ..evaluation.report import write_report
-from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import sw_table
-from .hooks import ImportanceWriter, PreciseStats, SeedIterations, StopImportance
+from ..task import find_task
+from .evaluators import build_evaluator
+from .loop import Loop, RunSettings, to_parallel
 from .optimizer import build_lr_scheduler, build_optimizer
+from .step import MixedPrecisionStep, SupervisedStep
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(DefaultTrainer):
+class Trainer(Loop, DefaultTrainer):
     """The `DefaultTrainer` of `tools/train_net.py`.
 
     Beyond Detectron2's: prints the SW layers, trains their parameters by the keys of SOLVER that
@@ -48,79 +44,58 @@ class Trainer(DefaultTrainer):
     DATALOADER.NUM_WORKERS is 0 and DATALOADER.ASPECT_RATIO_GROUPING is off, a resumed run is equal
     to an uninterrupted one; with workers, or with images grouped by shape, it sees other
     augmentations and another grouping of the same images.
+
+    A task overrides what it has of its own: `build_step`, the loaders, `named_hooks`, ….
     """
 
     def __init__(self, cfg: CfgNode):
-        # DefaultTrainer's own steps, but for the checkpointer and for models on the CPU.
-        TrainerBase.__init__(self)
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
-        model = self.build_model(cfg)
-        optimizer = self.build_optimizer(cfg, model)
-        data_loader = self.build_train_loader(cfg)
-        self._sampler = getattr(data_loader, "resumable_sampler", None)
-        device_ids = {} if cfg.MODEL.DEVICE != "cpu" else {"device_ids": None}
-        model = create_ddp_model(model, broadcast_buffers=False, **device_ids)
-        trainer_class = AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer
-        self._trainer = trainer_class(model, data_loader, optimizer)
-        if cfg.SOLVER.IMPORTANCE_STOP_ITER:
-            self._trainer.register_hooks([StopImportance(model, cfg.SOLVER.IMPORTANCE_STOP_ITER)])
-        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
-        self.start_iter = 0
-        self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
-        self.register_hooks(self.build_hooks())
+        step = self.build_step(cfg, self.build_model(cfg))
+        precise = cfg.TEST.PRECISE_BN
+        super().__init__(
+            step,
+            self.build_schedules(cfg, step),
+            RunSettings(
+                output_dir=cfg.OUTPUT_DIR,
+                weights=cfg.MODEL.WEIGHTS,
+                max_iter=cfg.SOLVER.MAX_ITER,
+                checkpoint_options={"period": cfg.SOLVER.CHECKPOINT_PERIOD},
+                eval_period=cfg.TEST.EVAL_PERIOD,
+                seed=cfg.SEED,
+                importance_stop_iter=cfg.SOLVER.IMPORTANCE_STOP_ITER,
+                precise_iters=precise.NUM_ITER if precise.ENABLED else 0,
+                config=cfg.dump(),
+            ),
+            evaluate=lambda: self.test(cfg, self.model),
+            precise_loader=self._build_precise_loader,
+            page_sections=lambda: find_task(cfg).page_sections(
+                cfg.DATASETS.TEST, Path(cfg.OUTPUT_DIR)
+            ),
+        )
 
-    def resume_or_load(self, resume: bool = True) -> None:
-        """Resume from OUTPUT_DIR's last checkpoint if asked to and there is one, else load
-        MODEL.WEIGHTS."""
-        super().resume_or_load(resume)
-        if self._sampler is not None:
-            self._sampler.start = self.start_iter * self.cfg.SOLVER.IMS_PER_BATCH
+    @classmethod
+    def build_step(cls, cfg: CfgNode, model: nn.Module) -> TrainerBase:
+        """What an iteration does with the model, see `step`."""
+        optimizer = cls.build_optimizer(cfg, model)
+        data_loader = cls.build_train_loader(cfg)
+        parallel = to_parallel(model, cfg.MODEL.DEVICE, broadcast_buffers=False)
+        step_class = MixedPrecisionStep if cfg.SOLVER.AMP.ENABLED else SupervisedStep
+        return step_class(parallel, data_loader, optimizer, cfg.SOLVER.IMS_PER_BATCH)
 
-    def train(self) -> OrderedDict:
-        """Train, and write OUTPUT_DIR/report.html; returns the results of the last evaluation,
-        empty but on the main process."""
-        # Without DefaultTrainer's comparison with TEST.EXPECTED_RESULTS, which ends the program.
-        TrainerBase.train(self, self.start_iter, self.max_iter)
-        if comm.is_main_process():
-            self._write_report(self._last_eval_results)
-        return self._last_eval_results
+    @classmethod
+    def build_schedules(cls, cfg: CfgNode, step: TrainerBase) -> dict[str, LRScheduler]:
+        """Of each of the step's optimizers, by its name."""
+        return {
+            name: cls.build_lr_scheduler(cfg, optimizer)
+            for name, optimizer in step.optimizers.items()
+        }
 
-    def _write_report(self, results: OrderedDict | None) -> None:
-        try:
-            path = write_report(self.cfg, self.model, results)
-        except (OSError, ValueError) as error:  # the training is done, and must not fail now
-            logger.warning(f"No report: {error}")
-        else:
-            logger.info(f"Report of the run: {path}")
-
-    def build_hooks(self) -> list:
-        # Without Detectron2's PreciseBN, which sees no SW and would read the data set for itself.
-        cfg, self.cfg = self.cfg, self.cfg.clone()
-        self.cfg.defrost()
-        self.cfg.TEST.PRECISE_BN.ENABLED = False
-        hooks = super().build_hooks()
-        self.cfg = cfg
-        if cfg.TEST.PRECISE_BN.ENABLED:
-            # In its place: before the checkpointer and the evaluation.
-            hooks[2] = self._precise_stats()
-        # Before the writers, which come last and on the main process only.
-        hooks.insert(2, ImportanceWriter(self.model))
-        if self.cfg.SEED >= 0:
-            hooks.append(SeedIterations(self.cfg.SEED, comm.get_rank(), comm.get_world_size()))
-        return hooks
-
-    def _precise_stats(self) -> PreciseStats | None:
-        if not (get_bn_modules(self.model) or calibrated_layers(self.model)):
-            logger.info("TEST.PRECISE_BN: no layer of the model takes statistics of the batch.")
-            return None
+    def _build_precise_loader(self) -> DataLoader:
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # they would wait, between evaluations, with their batches
-        loader = self.build_train_loader(cfg)
-        num_iter = cfg.TEST.PRECISE_BN.NUM_ITER
-        return PreciseStats(cfg.TEST.EVAL_PERIOD, self.model, loader, num_iter)
+        return self.build_train_loader(cfg)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -190,14 +165,27 @@ class Trainer(DefaultTrainer):
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
     ) -> DatasetEvaluator:
-        return build_evaluator(cfg, dataset_name, output_folder)
+        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+        return build_evaluator(dataset_name, folder)
+
+    @classmethod
+    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
+        """The config and the model of tests with TEST.AUG's scales and flips.
+
+        Raises:
+            UserError: the task has none.
+        """
+        raise UserError(
+            f"TEST.AUG.ENABLED: {cfg.MODEL.META_ARCHITECTURE} has no test-time augmentation; "
+            "set it to False"
+        )
 
     @classmethod
     def test_with_augmentation(cls, cfg: CfgNode, model: nn.Module) -> OrderedDict:
-        """Evaluate with TEST.AUG's scales and flips; the results' names end in `_TTA`."""
+        """Evaluate as `augmented` says; the results' names end in `_TTA`."""
         folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
-        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        results = cls.test(*cls.augmented(cfg, model), evaluators)
         return OrderedDict((f"{task}_TTA", values) for task, values in results.items())
 
 

@@ -1,21 +1,22 @@
-"""Where SW goes in a network, the backbones that have it, and the segmentation network."""
+"""Where SW goes in a network, and the backbones that have it."""
 
-from . import dilated_resnet, psp_head, segmentor  # noqa: F401  they register themselves
 from .backbone import with_norms  # importing it registers the backbones
 from .calibration import calibrate, input_moments, unfuse
-from .classifier import ImageClassifier
+from .norms import SW_NORMS, NormFactory, register_norm
 from .placement import PLACEMENTS, NumberedConv, find_resnet, numbered_convs, place
 from .surgery import replace_norms
 
 __all__ = [
     "PLACEMENTS",
-    "ImageClassifier",
+    "SW_NORMS",
+    "NormFactory",
     "NumberedConv",
     "calibrate",
     "find_resnet",
     "input_moments",
     "numbered_convs",
     "place",
+    "register_norm",
     "replace_norms",
     "unfuse",
     "with_norms",

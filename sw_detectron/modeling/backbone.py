@@ -11,9 +11,8 @@ from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import nn
 
 from ..errors import UserError
-from ..layers import SW_NORMS
-from ..layers.norm_registry import NormFactory
 from .cifar_resnet import make_cifar_resnet
+from .norms import SW_NORMS, NormFactory
 from .surgery import replace_norms
 
 

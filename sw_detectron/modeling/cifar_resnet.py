@@ -14,7 +14,7 @@ from detectron2.modeling import ResNet
 from torch import Tensor
 
 from ..errors import UserError
-from ..layers.norm_registry import NormFactory
+from .norms import NormFactory
 
 CHANNELS = (16, 32, 64)
 

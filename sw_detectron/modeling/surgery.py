@@ -7,7 +7,7 @@ from detectron2.layers import get_norm
 from torch import Tensor, nn
 
 from ..layers import SwitchWhiten2d
-from ..layers.norm_registry import NormFactory
+from .norms import NormFactory
 from .placement import NumberedConv, find_resnet, norm_of, numbered_convs, place
 
 

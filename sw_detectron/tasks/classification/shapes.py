@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from .classification import find_images, register_images
-from .shapes import CLASS_NAMES, draw_single_shape
+from ...data.registration import datasets_root, whole_folder
+from ...data.shapes import CLASS_NAMES, draw_single_shape
+from .data import find_images, register_images
 
 logger = logging.getLogger(__name__)
 
@@ -38,21 +38,14 @@ def generate_shape_classes(
     if folder.is_dir():
         return
     logger.info(f"Generating {num_images} images of single shapes in {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as staging:
-        images = Path(staging) / "images"
+    with whole_folder(folder) as images:
         for name in CLASS_NAMES:
-            (images / name).mkdir(parents=True)
+            (images / name).mkdir()
         # The bar shows only when the work takes longer than a moment.
         for index in tqdm(range(num_images), desc=f"shapes_cls_{split}", unit="image", delay=2):
             rng = np.random.default_rng([seed, zlib.crc32(b"class " + split.encode()), index])
             pixels, label = draw_single_shape(rng, size)
             Image.fromarray(pixels).save(images / CLASS_NAMES[label] / f"{index:06d}.png")
-        try:
-            images.rename(folder)
-        except OSError:  # another process was quicker; it made the same files
-            if not folder.is_dir():
-                raise
 
 
 def register_shape_classes(root: str | os.PathLike | None = None) -> None:
@@ -62,11 +55,9 @@ def register_shape_classes(root: str | os.PathLike | None = None) -> None:
         root: folder of both. By default `shapes_cls` in the folder that the environment variable
             `DETECTRON2_DATASETS` names at the time of the call, or in `datasets`.
     """
-    if root is None:
-        datasets = os.path.expanduser(os.environ.get("DETECTRON2_DATASETS", "datasets"))
-        root = os.path.join(datasets, "shapes_cls")
+    root = datasets_root() / "shapes_cls" if root is None else Path(root)
     for split in SPLIT_SIZES:
-        _register_split(Path(root) / split, split)
+        _register_split(root / split, split)
 
 
 def _register_split(folder: Path, split: str) -> None:

@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from detectron2.config import CfgNode
 from detectron2.data import build_batch_data_loader
 from detectron2.data.samplers import InferenceSampler
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch.utils.data import DataLoader
 
-from ..checkpoint import Checkpointer
-from ..data.classification import (
+from ...checkpoint import Checkpointer
+from ...data.sampler import ResumableTrainingSampler
+from ...engine.hooks import BestCheckpointer, ImagesPerSecond
+from ...engine.trainer import Trainer
+from ...errors import UserError
+from .data import (
     MAX_CORRUPT_SHARE,
     CorruptImages,
     LabelledImages,
@@ -20,10 +24,6 @@ from ..data.classification import (
     test_transform,
     train_transform,
 )
-from ..data.sampler import ResumableTrainingSampler
-from ..errors import UserError
-from .hooks import BestCheckpointer, ImagesPerSecond
-from .trainer import Trainer
 
 
 class TrainBatches:
@@ -63,9 +63,12 @@ class TrainBatches:
 class ReportCorruptImages(HookBase):
     """Reports the unreadable training images when training is done."""
 
+    def __init__(self, batches: TrainBatches):
+        self._batches = batches
+
     def after_train(self) -> None:
         if self.trainer.iter + 1 >= self.trainer.max_iter:  # not after a failure of one process
-            self.trainer.data_loader.report()
+            self._batches.report()
 
 
 class ClassificationTrainer(Trainer):
@@ -113,22 +116,25 @@ class ClassificationTrainer(Trainer):
             pin_memory=cfg.MODEL.DEVICE != "cpu",
         )
 
-    def build_hooks(self) -> list[HookBase]:
-        built = super().build_hooks()
-        built.insert(1, ImagesPerSecond(self.cfg.SOLVER.IMS_PER_BATCH))
-        # Evaluation goes before the checkpoint of the same iteration, which then knows the best
-        # error so far: a run that resumes from it goes on as if it had not been interrupted.
-        evaluate = next(hook for hook in built if isinstance(hook, hooks.EvalHook))
-        built.remove(evaluate)
-        evaluations = [evaluate]
-        if comm.is_main_process() and self.cfg.DATASETS.TEST:
-            metric = "classification/top1_error"
-            if len(self.cfg.DATASETS.TEST) > 1:
-                metric = f"{self.cfg.DATASETS.TEST[0]}/{metric}"
-            weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR)
-            period = self.cfg.TEST.EVAL_PERIOD
-            evaluations.append(BestCheckpointer(period, weights, metric, mode="min"))
-        places = [i for i, h in enumerate(built) if isinstance(h, hooks.PeriodicCheckpointer)]
-        place = places[0] if places else len(built)  # the main process alone writes checkpoints
-        # What all processes do together comes in the same order in all of them.
-        return [*built[:place], *evaluations, *built[place:], ReportCorruptImages()]
+    def named_hooks(self) -> dict[str, HookBase | None]:
+        named = super().named_hooks()
+        evaluation = named.pop("evaluation")
+        ordered = {}
+        for name, hook in named.items():
+            if name == "checkpoint":
+                # After the evaluation of the same iteration, to know the best error so far: a run
+                # that resumes from it goes on as if it had not been interrupted.
+                ordered |= {"evaluation": evaluation, "best_checkpoint": self._best_checkpoint()}
+            ordered[name] = hook
+            if name == "timer":
+                ordered["images_per_second"] = ImagesPerSecond(self.cfg.SOLVER.IMS_PER_BATCH)
+        return ordered | {"corrupt_images": ReportCorruptImages(self._trainer.data_loader)}
+
+    def _best_checkpoint(self) -> BestCheckpointer | None:
+        if not (comm.is_main_process() and self.cfg.DATASETS.TEST):
+            return None
+        metric = "classification/top1_error"
+        if len(self.cfg.DATASETS.TEST) > 1:
+            metric = f"{self.cfg.DATASETS.TEST[0]}/{metric}"
+        weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR)
+        return BestCheckpointer(self.cfg.TEST.EVAL_PERIOD, weights, metric, mode="min")

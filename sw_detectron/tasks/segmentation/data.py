@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from PIL import Image
 
-from ..errors import UserError
-from .images import ImageFolder
+from ...data.images import ImageFolder
+from ...data.registration import register_dataset
+from ...errors import UserError
 
 _KEYS = ("IMAGES", "LABELS", "CLASSES", "IGNORE_LABEL")
 
@@ -85,8 +86,8 @@ def check_classes(names: Sequence[str], num_classes: int, ignore_label: int) -> 
             )
 
 
-def register_sem_seg_folders(cfg: CfgNode) -> None:
-    """Register the data sets that DATASETS.SEM_SEG_FOLDERS describes; see `register_sem_seg`.
+def register_configured_folders(cfg: CfgNode) -> None:
+    """Register the data sets that DATASETS.SEM_SEG_FOLDERS describes; see `register_folders`.
 
     Raises:
         UserError: a description lacks a key, or has one that is unknown.
@@ -101,12 +102,12 @@ def register_sem_seg_folders(cfg: CfgNode) -> None:
         classes = folder.CLASSES
         if isinstance(classes, int):
             classes = [str(number) for number in range(classes)]
-        register_sem_seg(
+        register_folders(
             name, folder.IMAGES, folder.LABELS, classes, folder.get("IGNORE_LABEL", 255)
         )
 
 
-def register_sem_seg(
+def register_folders(
     name: str, images: str, labels: str, classes: Sequence[str], ignore_label: int = 255
 ) -> None:
     """Register a data set of images and label maps, in the place of one of that name.
@@ -117,11 +118,9 @@ def register_sem_seg(
             values are the classes' numbers from 0, or `ignore_label`.
         classes: their names.
     """
-    if name in DatasetCatalog.list():
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
-    DatasetCatalog.register(name, lambda: load_sem_seg(name, Path(images), Path(labels)))
-    MetadataCatalog.get(name).set(
+    register_dataset(
+        name,
+        lambda: load_records(name, Path(images), Path(labels)),
         image_root=images,
         sem_seg_root=labels,
         stuff_classes=list(classes),
@@ -131,8 +130,8 @@ def register_sem_seg(
     )
 
 
-def load_sem_seg(name: str, images: Path, labels: Path) -> list[dict]:
-    """The records of a data set's images, in the order of their paths; see `register_sem_seg`.
+def load_records(name: str, images: Path, labels: Path) -> list[dict]:
+    """The records of a data set's images, in the order of their paths; see `register_folders`.
 
     Raises:
         UserError: there are no images, or one has no labels.

@@ -10,7 +10,7 @@ from detectron2.layers import Conv2d, ShapeSpec, get_norm
 from detectron2.modeling import SEM_SEG_HEADS_REGISTRY
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ...errors import UserError
 
 
 class PyramidPooling(nn.Module):

@@ -4,8 +4,8 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.utils import comm
 from torch import Tensor
 
-from ..data.classification import CorruptImages
-from ..modeling.classifier import IGNORED_LABEL
+from .data import CorruptImages
+from .model import IGNORED_LABEL
 
 
 class ClassificationEvaluator(DatasetEvaluator):

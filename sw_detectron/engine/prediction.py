@@ -4,15 +4,12 @@ import argparse
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import pycocotools.mask as mask_util
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
-from detectron2.engine import DefaultPredictor
-from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 
@@ -20,8 +17,8 @@ from ..checkpoint import Checkpointer
 from ..data.media import ImageFile, VideoFile, find_media, write_picture, write_video
 from ..data.slices import register_slice
 from ..errors import UserError
-from ..evaluation.pictures import overlay_class_map, overlay_results
 from ..files import written_whole
+from ..task import all_tasks, find_task
 from .setup import load_config
 
 
@@ -51,10 +48,10 @@ def predict(args: argparse.Namespace) -> None:
     cfg = load_config(args.config_file, [*weights, *overrides])
     folder = Path(args.output)
     paths = _output_paths(media, folder)
-    detector = Detector(cfg, args.confidence)
+    predictor = Predictor(cfg, args.confidence)
     setup_logger(name="fvcore")  # it says which weights do not fit
     setup_logger(name="sw_detectron")
-    detector.load(cfg.MODEL.WEIGHTS)
+    predictor.load(cfg.MODEL.WEIGHTS)
 
     results = []
     image_ids = itertools.count(1)
@@ -64,7 +61,7 @@ def predict(args: argparse.Namespace) -> None:
             origin = {"image_id": next(image_ids), "file_name": str(item.path)}
             if isinstance(item, VideoFile):
                 origin["frame"] = index
-            found, picture = detector(frame)
+            found, picture = predictor(frame)
             results.extend(origin | result for result in found)
             progress.update()
             yield picture
@@ -84,8 +81,8 @@ def predict(args: argparse.Namespace) -> None:
     )
 
 
-class Detector:
-    """A trained detector, or segmentor, that gives its results in COCO's format, and draws them.
+class Predictor:
+    """A trained model that gives its results in COCO's format, and draws them.
 
     Args:
         cfg: first among its data sets is the one whose classes the model knows; its weights are
@@ -99,11 +96,10 @@ class Detector:
     def __init__(self, cfg: CfgNode, confidence: float):
         cfg = cfg.clone()
         cfg.MODEL.WEIGHTS = ""
-        cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = confidence
-        cfg.MODEL.RETINANET.SCORE_THRESH_TEST = confidence
+        self._task = find_task(cfg)
         self._metadata = _find_metadata(cfg)
         self._confidence = confidence
-        self._predictor = DefaultPredictor(cfg)
+        self._predict = self._task.build_predictor(cfg, confidence)
 
     def load(self, weights: str) -> None:
         """Read the weights from a file or URL.
@@ -115,50 +111,31 @@ class Detector:
             raise UserError("no weights: give --weights FILE")
         if "://" not in weights and not os.path.isfile(weights):
             raise UserError(f"weights {weights!r} do not exist")
-        Checkpointer(self._predictor.model).load(weights)
+        Checkpointer(self._predict.model).load(weights)
 
     def __call__(self, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:
-        """Detect, and draw.
+        """Detect, and draw; see `Task.results`.
 
         Args:
             frame: (H, W, 3), uint8, BGR.
-
-        Returns:
-            The results, which lack only an `image_id`, and the picture (H', W', 3), uint8, BGR.
         """
-        outputs = self._predictor(frame)
-        if "instances" not in outputs:
-            return self._class_map(frame, outputs["sem_seg"].argmax(dim=0).cpu().numpy())
-        results = self._results(outputs["instances"].to("cpu"))
-        return results, overlay_results(frame[..., ::-1], results, self._metadata)[..., ::-1]
+        outputs = self._predict(frame)
+        # A detector's meta-architecture may be one that segments.
+        task = next(t for t in (self._task, *all_tasks()) if t.output in outputs)
+        return task.results(outputs, frame, self._metadata, self._confidence)
 
-    def _class_map(self, frame: np.ndarray, labels: np.ndarray) -> tuple[list[dict], np.ndarray]:
-        results = []
-        self._check_class(labels.max(), self._metadata.stuff_classes)
-        for label in np.unique(labels).tolist():
-            rle = mask_util.encode(np.asfortranarray(labels == label, dtype=np.uint8))
-            rle["counts"] = rle["counts"].decode()
-            results.append({"category_id": label, "segmentation": rle})
-        return results, overlay_class_map(frame[..., ::-1], labels, self._metadata)[..., ::-1]
 
-    def _results(self, instances) -> list[dict]:
-        results = instances_to_coco_json(instances[instances.scores >= self._confidence], None)
-        id_map = self._metadata.get("thing_dataset_id_to_contiguous_id")
-        dataset_ids = {index: category for category, index in id_map.items()} if id_map else None
-        for result in results:
-            del result["image_id"]
-            category = result["category_id"]
-            self._check_class(category, self._metadata.thing_classes)
-            if dataset_ids:
-                result["category_id"] = dataset_ids[category]
-        return results
+def check_class(number: int, classes: Sequence[str], metadata: Metadata) -> None:
+    """The data set has the class of that number, from 0.
 
-    def _check_class(self, number: int, classes: list[str]) -> None:
-        if number >= len(classes):
-            raise UserError(
-                f"the model knows more classes than data set {self._metadata.name!r}, which "
-                f"has {len(classes)}: name its own in DATASETS.TEST"
-            )
+    Raises:
+        UserError: it has fewer.
+    """
+    if number >= len(classes):
+        raise UserError(
+            f"the model knows more classes than data set {metadata.name!r}, which "
+            f"has {len(classes)}: name its own in DATASETS.TEST"
+        )
 
 
 def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -176,7 +153,7 @@ def _find_metadata(cfg: CfgNode) -> Metadata:
         raise UserError("DATASETS.TEST is empty: name the data set whose classes the model knows")
     register_slice(names[0])
     metadata = MetadataCatalog.get(names[0])
-    if not metadata.get("thing_classes") and not metadata.get("stuff_classes"):
+    if not any(task.class_names(metadata) for task in all_tasks()):
         try:
             DatasetCatalog.get(names[0])  # many learn their classes from their annotation file
         except (KeyError, OSError) as error:

@@ -19,8 +19,9 @@ from torchvision import datasets as torchvision_datasets
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import v2
 
-from ..errors import UserError
-from ..modeling.classifier import IGNORED_LABEL
+from ...data.registration import datasets_root, register_dataset
+from ...errors import UserError
+from .model import IGNORED_LABEL
 
 __all__ = [
     "MAX_CORRUPT_SHARE",
@@ -57,7 +58,7 @@ def register_classification(root: str | os.PathLike | None = None) -> None:
         root: the folder of data sets; by default what the environment variable
             `DETECTRON2_DATASETS` names at the time of the call, or `datasets`.
     """
-    root = Path(root or os.path.expanduser(os.environ.get("DETECTRON2_DATASETS", "datasets")))
+    root = datasets_root() if root is None else Path(root)
     for split in ("train", "val"):
         register_class_folders(f"imagenet_{split}", root / "imagenet" / split)
     for name, dataset in (
@@ -88,11 +89,9 @@ def register_images(
     **metadata: object,
 ) -> None:
     """Register a data set of labelled images, in the place of one of that name if there is one."""
-    if name in DatasetCatalog.list():
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
-    DatasetCatalog.register(name, load)
-    MetadataCatalog.get(name).set(
+    register_dataset(
+        name,
+        load,
         image_root=str(image_root),
         evaluator_type="classification",
         list_classes=list_classes,

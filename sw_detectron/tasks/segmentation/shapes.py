@@ -2,22 +2,21 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pycocotools.mask as mask_util
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 from tqdm import tqdm
 
-from . import shapes
-from .sem_seg import load_sem_seg
+from ...data import shapes
+from ...data.registration import register_dataset, whole_folder
+from .data import load_records
 
 CLASS_NAMES = ("background", *shapes.CLASS_NAMES)
 
 
-def register_shapes_sem_seg(root: str | os.PathLike | None = None) -> None:
+def register_shapes_segmentation(root: str | os.PathLike | None = None) -> None:
     """Register `shapes_sem_seg_train` and `shapes_sem_seg_val` in Detectron2's catalogs.
 
     They have the images of the data sets of `register_shapes`, and are made when they are loaded
@@ -38,13 +37,11 @@ def _register_split(root: Path, split: str) -> None:
     def load() -> list[dict]:
         shapes.generate_shapes(root, split, shapes.SPLIT_SIZES[split])
         generate_labels(root, split)
-        return load_sem_seg(name, images, labels)
+        return load_records(name, images, labels)
 
-    if name in DatasetCatalog.list():
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
-    DatasetCatalog.register(name, load)
-    MetadataCatalog.get(name).set(
+    register_dataset(
+        name,
+        load,
         image_root=str(images),
         sem_seg_root=str(labels),
         evaluator_type="sem_seg",
@@ -72,15 +69,6 @@ def generate_labels(root: Path, split: str) -> None:
         label_map = labels[shape["image_id"]]
         mask = mask_util.merge(mask_util.frPyObjects(shape["segmentation"], *label_map.shape))
         label_map[mask_util.decode(mask).astype(bool)] = shape["category_id"]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{split}-", dir=folder.parent) as staging:
-        made = Path(staging) / split
-        made.mkdir()
+    with whole_folder(folder) as made:
         for image in tqdm(content["images"], desc=folder.name, unit="image", delay=2):
             Image.fromarray(labels[image["id"]]).save(made / image["file_name"])
-        try:
-            made.rename(folder)
-        except OSError:
-            # Another process was quicker. It made the same files.
-            if not folder.is_dir():
-                raise

@@ -1,16 +1,13 @@
 """The trainer of semantic segmentation."""
 
-import os
-from collections import OrderedDict
-
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..data.sem_seg import check_classes
-from ..data.sem_seg_mapper import SemSegMapper
-from ..errors import UserError
-from ..modeling.segmentor import MultiScaleSegmentor
-from .trainer import Trainer
+from ...engine.trainer import Trainer
+from ...errors import UserError
+from .data import check_classes
+from .mapper import SegmentationMapper
+from .model import MultiScaleSegmentor
 
 
 class SegmentationTrainer(Trainer):
@@ -33,16 +30,12 @@ class SegmentationTrainer(Trainer):
         return super().build_model(cfg)
 
     @classmethod
-    def build_mapper(cls, cfg: CfgNode, is_train: bool) -> SemSegMapper:
-        return SemSegMapper(cfg, is_train)
+    def build_mapper(cls, cfg: CfgNode, is_train: bool) -> SegmentationMapper:
+        return SegmentationMapper(cfg, is_train)
 
     @classmethod
-    def test_with_augmentation(cls, cfg: CfgNode, model: nn.Module) -> OrderedDict:
-        """Evaluate with TEST.AUG's scales and flips; the results' names end in `_TTA`."""
-        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
-        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
         unscaled = cfg.clone()
         unscaled.defrost()
         unscaled.INPUT.MIN_SIZE_TEST = 0
-        results = cls.test(unscaled, MultiScaleSegmentor(cfg, model), evaluators)
-        return OrderedDict((f"{task}_TTA", values) for task, values in results.items())
+        return unscaled, MultiScaleSegmentor(cfg, model)

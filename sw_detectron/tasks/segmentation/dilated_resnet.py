@@ -5,7 +5,7 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from torch import nn
 
-from .backbone import build_sw_resnet_backbone
+from ...modeling.backbone import build_sw_resnet_backbone
 
 # Zhao et al., Pyramid Scene Parsing Network (CVPR 2017): of all 3x3 convolutions of the stage.
 _DILATIONS = {"res4": 2, "res5": 4}

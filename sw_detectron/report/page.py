@@ -1,17 +1,12 @@
 """The page of a run: what was trained and what came of it, as one HTML file that needs no other."""
 
-import base64
-import io
-import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
 from detectron2.evaluation.testing import flatten_results_dict
 from matplotlib.figure import Figure
-from tabulate import tabulate
 from torch import nn
 
 from ..analysis.drawing import PALETTE, plot_series, style_iterations
@@ -20,9 +15,8 @@ from ..analysis.importance_figures import final_ratios_figure, importance_curves
 from ..analysis.metrics import Series, read_metrics
 from ..files import written_whole
 from ..modeling.summary import sw_table
-from .pictures import losses_figure, predictions_figure
-
-logger = logging.getLogger(__name__)
+from .curves import losses_figure
+from .html import pre_html, svg_html, table_html
 
 _STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }
@@ -33,18 +27,26 @@ pre { background: #f6f6f6; padding: 1em; overflow-x: auto; }
 """
 
 
-def write_report(cfg: CfgNode, model: nn.Module, results: dict | None) -> Path:
-    """Write OUTPUT_DIR/report.html, whole or not at all.
+def write_page(
+    folder: Path,
+    model: nn.Module,
+    results: dict | None,
+    config: str,
+    task_sections: Mapping[str, str],
+) -> Path:
+    """Write `report.html` to the folder of a run, whole or not at all.
 
     It holds the config, the table of SW layers, the curves of losses, evaluations and importance
-    ratios, the results, and the predictions for a few images where the evaluation left any. All
-    pictures are inside; it refers to nothing outside.
+    ratios, the results, and what the task shows. All pictures are inside; it refers to nothing
+    outside.
 
     Args:
-        cfg: of the run; OUTPUT_DIR has its `metrics.json`.
+        folder: with the run's `metrics.json`.
         model: with its final weights.
         results: of the last evaluation, by task, or by data set and task; None or empty if there
             was none.
+        config: all keys of the run.
+        task_sections: HTML by headline, as `Task.page_sections` returns it.
 
     Returns:
         The path of the file.
@@ -52,25 +54,16 @@ def write_report(cfg: CfgNode, model: nn.Module, results: dict | None) -> Path:
     Raises:
         UserError: the run has no records.
     """
-    folder = Path(cfg.OUTPUT_DIR)
     series = read_metrics(folder)
     results = flatten_results_dict(results or {})
-    curves = importance_curves(series)
     sections = {
         "Results": _results_tables(results),
-        "Predictions": _predictions(cfg, folder),
-        "Losses": _svg(losses_figure(series), "losses by iteration"),
+        **task_sections,
+        "Losses": svg_html(losses_figure(series), "losses by iteration"),
         "Evaluations": _evaluation_curves(series, results),
-        "SW layers": _pre(sw_table(model)),
-        "Importance ratios": "".join(
-            (
-                _svg(importance_curves_figure(curves), "importance ratios by iteration"),
-                _svg(final_ratios_figure(final_ratios(curves)), "final importance ratios"),
-            )
-            if curves
-            else ()
-        ),
-        "Config": f"<details><summary>all keys</summary>{_pre(cfg.dump())}</details>",
+        "SW layers": pre_html(sw_table(model)),
+        "Importance ratios": _importance_figures(series),
+        "Config": f"<details><summary>all keys</summary>{pre_html(config)}</details>",
     }
     title = escape(folder.resolve().name)
     body = "\n".join(f"<h2>{name}</h2>\n{text}" for name, text in sections.items() if text)
@@ -85,6 +78,15 @@ def write_report(cfg: CfgNode, model: nn.Module, results: dict | None) -> Path:
     return path
 
 
+def _importance_figures(series: dict[str, Series]) -> str:
+    curves = importance_curves(series)
+    if not curves:
+        return ""
+    return svg_html(importance_curves_figure(curves), "importance ratios by iteration") + svg_html(
+        final_ratios_figure(final_ratios(curves)), "final importance ratios"
+    )
+
+
 def _results_tables(results: dict[str, float]) -> str:
     """A row for each task, and below it those of its single categories."""
     text = ""
@@ -96,9 +98,9 @@ def _results_tables(results: dict[str, float]) -> str:
             if _of_category(name)
         ]
         if main:
-            text += _table([(task, *map(_number, main.values()))], ["task", *main])
+            text += table_html([(task, *map(_number, main.values()))], ["task", *main])
         if categories:
-            table = _table(categories, ["category", task])
+            table = table_html(categories, ["category", task])
             text += f"<details><summary>{escape(task)} by category</summary>{table}</details>"
     return text
 
@@ -126,22 +128,7 @@ def _evaluation_curves(series: dict[str, Series], results: dict[str, float]) -> 
         axes.set_xlabel("iteration")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
         style_iterations(axes, ticks=6)
-    return _svg(figure, "evaluations by iteration")
-
-
-def _predictions(cfg: CfgNode, folder: Path) -> str:
-    path = folder / "inference" / "coco_instances_results.json"
-    if not cfg.DATASETS.TEST or not path.is_file():
-        return ""
-    name = cfg.DATASETS.TEST[-1]  # each data set overwrites the file of the one before
-    if not all("annotations" in image for image in DatasetCatalog.get(name)[:1]):
-        return ""
-    try:
-        figure = predictions_figure(name, path)
-    except (OSError, ValueError) as error:
-        logger.warning(f"No picture of predictions: {error}")
-        return ""
-    return _image(figure, "png", "image/png", f"ground truth beside predictions on {name}")
+    return svg_html(figure, "evaluations by iteration")
 
 
 def _by_task(results: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -159,22 +146,3 @@ def _of_category(metric: str) -> bool:
 
 def _number(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _table(rows: list[tuple], headers: list[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="html", disable_numparse=True)
-
-
-def _pre(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
-
-
-def _svg(figure: Figure, description: str) -> str:
-    return _image(figure, "svg", "image/svg+xml", description)
-
-
-def _image(figure: Figure, kind: str, media_type: str, description: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=100, bbox_inches="tight")
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{escape(description)}" src="data:{media_type};base64,{data}">'

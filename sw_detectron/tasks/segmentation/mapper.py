@@ -16,7 +16,7 @@ from detectron2.data.detection_utils import check_image_size, read_image
 from fvcore.transforms.transform import NoOpTransform, Transform
 from PIL import Image, ImageFilter
 
-from .sem_seg import check_label_size, read_labels
+from .data import check_label_size, read_labels
 
 
 class RandomScale(T.Augmentation):
@@ -144,7 +144,7 @@ def build_augmentations(cfg: CfgNode, is_train: bool) -> list[T.Augmentation]:
     return augmentations
 
 
-class SemSegMapper:
+class SegmentationMapper:
     """Reads an image, in training with its labels, and augments them.
 
     Args:

@@ -1,1 +1,0 @@
-"""Pictures of what a detector learned and of how it learned it."""

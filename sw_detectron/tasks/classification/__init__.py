@@ -1,0 +1,53 @@
+"""Image classification: ImageNet, CIFAR, and folders of classes."""
+
+import os
+from collections.abc import Sequence
+
+from detectron2.config import CfgNode
+from detectron2.data import Metadata
+
+from ...task import Task, register_task
+from .config import add_classification_config
+from .data import register_class_folders, register_classification
+from .evaluator import ClassificationEvaluator
+from .model import ImageClassifier
+from .shapes import register_shape_classes
+from .trainer import ClassificationTrainer
+
+__all__ = [
+    "ClassificationTrainer",
+    "ImageClassifier",
+    "register_class_folders",
+    "register_classification",
+    "register_shape_classes",
+]
+
+
+class Classification(Task):
+    name = "classification"
+    output = "scores"
+    meta_architectures = ("ImageClassifier",)
+    trainer = ClassificationTrainer
+    evaluators = {"classification": lambda dataset_name, folder: ClassificationEvaluator()}
+
+    def add_config(self, cfg: CfgNode) -> None:
+        add_classification_config(cfg)
+
+    def register_datasets(self, cfg: CfgNode) -> None:
+        if not cfg.DATASETS.FOLDER:
+            return
+        for split in ("train", "val"):
+            register_class_folders(
+                f"folder_{split}",
+                os.path.join(cfg.DATASETS.FOLDER, split),
+                remedy="set DATASETS.FOLDER to a folder with train/CLASS/* and val/CLASS/*",
+            )
+
+    def class_names(self, metadata: Metadata) -> Sequence[str]:
+        list_classes = metadata.get("list_classes")
+        return list_classes() if list_classes else ()
+
+
+register_task(Classification())
+register_classification()
+register_shape_classes()

@@ -1,0 +1,45 @@
+"""Detection, instance segmentation and panoptic segmentation with Detectron2's models."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.data import Metadata
+
+from ...data import register_shapes
+from ...task import Task, register_task
+from .evaluators import EVALUATORS
+from .page import predictions_section
+from .results import detection_results
+from .trainer import DetectionTrainer
+
+__all__ = ["DetectionTrainer"]
+
+
+class Detection(Task):
+    name = "detection"
+    output = "instances"
+    trainer = DetectionTrainer
+    evaluators = EVALUATORS
+
+    def class_names(self, metadata: Metadata) -> Sequence[str]:
+        return metadata.get("thing_classes", ())
+
+    def build_predictor(self, cfg: CfgNode, confidence: float) -> Callable[[np.ndarray], dict]:
+        cfg = cfg.clone()
+        cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = confidence
+        cfg.MODEL.RETINANET.SCORE_THRESH_TEST = confidence
+        return super().build_predictor(cfg, confidence)
+
+    def results(
+        self, outputs: dict, frame: np.ndarray, metadata: Metadata, confidence: float
+    ) -> tuple[list[dict], np.ndarray]:
+        return detection_results(outputs["instances"], frame, metadata, confidence)
+
+    def page_sections(self, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
+        return {"Predictions": predictions_section(test_datasets, folder)}
+
+
+register_task(Detection())
+register_shapes()

@@ -1,0 +1,30 @@
+"""Several processes on the CPU."""
+
+import pickle
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(function, world_size, folder):
+    """Run `function(rank, world_size)` in as many gloo processes; returns what each returned."""
+    mp.spawn(_start, (function, world_size, str(folder)), nprocs=world_size)
+    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _start(rank, function, world_size, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    result = pickle.dumps(function(rank, world_size))
+    with open(f"{folder}/{rank}", "wb") as f:
+        f.write(result)
+    dist.barrier()
+    dist.destroy_process_group()
