@@ -6,18 +6,14 @@ knows none by heart.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
-from detectron2.engine import DefaultPredictor
+from detectron2.engine import DefaultPredictor, DefaultTrainer
 from detectron2.evaluation import DatasetEvaluator
 
 from .errors import UserError
-
-if TYPE_CHECKING:
-    from .engine.trainer import Trainer
 
 EvaluatorBuilder = Callable[[str, str], DatasetEvaluator]
 """From a data set's name and the folder of the predictions to its evaluator."""
@@ -38,7 +34,7 @@ class Task:
     name: str
     output: str
     meta_architectures: tuple[str, ...] = ()
-    trainer: "type[Trainer]"
+    trainer: type[DefaultTrainer]
     evaluators: Mapping[str, EvaluatorBuilder] = {}
 
     def add_config(self, cfg: CfgNode) -> None:
