@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         name="detectron2",
     ) from None
 
-from .config import add_sw_config
+from .config import add_sw_config, find_bases_by_name
 from .data import (
     register_classification,
     register_shape_classes,
@@ -42,6 +42,7 @@ __all__ = [
     "replace_norms",
 ]
 
+find_bases_by_name()
 register_shapes()
 register_shape_classes()
 register_classification()

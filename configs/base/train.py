@@ -35,7 +35,7 @@ lr_multiplier_2x = _multi_step(120_000, 160_000, 180_000)
 lr_multiplier_3x = _multi_step(210_000, 250_000, 270_000)
 
 train = {
-    "output_dir": "output",
+    "output_dir": "???",  # has to be set; sw_detectron does it by the config's name
     "init_checkpoint": "",  # a file with the weights to start from; empty: from scratch
     "max_iter": 90_000,
     "amp": {"enabled": False},
