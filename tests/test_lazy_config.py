@@ -17,6 +17,7 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 
 from sw_detectron import UserError
+from sw_detectron.config import find_config
 from sw_detectron.data import generate_shapes
 from sw_detectron.engine import Trainer, argument_parser, launch, load_config, load_lazy_config
 from sw_detectron.engine.lazy import build_lazy_model, train_or_evaluate_lazy
@@ -185,6 +186,41 @@ def test_mistakes_in_a_config_are_one_clear_line(tmp_path):
         assert "mine.py" in str(error.value)
     with pytest.raises(UserError, match="lazyconfig_train_net.py"):
         load_config(f"{NAME}.py", [])
+
+
+OURS = """
+from detectron2.config import LazyConfig
+from sw_detectron.config import find_config
+
+parts = ("model", "dataloader", "optimizer", "lr_multiplier", "train")
+model, dataloader, optimizer, lr_multiplier, train = LazyConfig.load(
+    str(find_config("mask_rcnn_R50_FPN_SW_2x.py")), parts
+)
+"""
+
+
+def test_the_output_has_the_configs_name(tmp_path):
+    cases = {
+        OURS: "output/mine_lazy",
+        OURS + "del train.output_dir": "output/mine_lazy",
+        OURS + "train.output_dir = './output'": "./output",
+    }
+    for text, expected in cases.items():
+        (tmp_path / "mine.py").write_text(text)
+        cfg = load_lazy_config(str(tmp_path / "mine.py"), [])
+        assert expected == cfg.train.output_dir
+        assert cfg.dataloader.evaluator.output_dir == f"{expected}/inference"
+        cfg = load_lazy_config(str(tmp_path / "mine.py"), ["train.output_dir=elsewhere"])
+        assert cfg.train.output_dir == "elsewhere"
+    # Apart from the output of the YAML config of the same name.
+    assert load_lazy_config(f"{NAME}.py", []).train.output_dir == f"output/{NAME}_lazy"
+
+
+def test_a_config_is_read_from_within_its_folder_too(monkeypatch):
+    """Its imports are relative to the folder above."""
+    monkeypatch.chdir(find_config(f"{NAME}.py").parent)
+    assert Path(f"{NAME}.py").is_file()
+    assert load_lazy_config(f"{NAME}.py", []).train.max_iter == 180_000
 
 
 @pytest.mark.parametrize(
