@@ -34,5 +34,5 @@ setup(
     extras_require={"demo": ["opencv-python-headless>=4.5", "tensorboard"]},
     packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
     package_dir={"sw_detectron.configs": "configs"},
-    package_data={"sw_detectron.configs": ["*.yaml", "base/*.yaml", "base/*.py"]},
+    package_data={"sw_detectron.configs": ["*/*.yaml", "*/*.py"]},
 )

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ..checkpoint import Checkpointer
-from ..config import find_config
+from ..config import default_output_dir, find_config
 from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
 from ..report import write_results
@@ -51,6 +51,8 @@ def load_lazy_config(config_file: str, overrides: list[str]) -> DictConfig:
     missing = [part for part in PARTS if part not in cfg]
     if missing:
         raise UserError(f"config {path!r} does not define {', '.join(missing)}")
+    if "output_dir" not in cfg.train:  # or is "???", which OmegaConf takes for missing
+        cfg.train.output_dir = default_output_dir(path)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals:

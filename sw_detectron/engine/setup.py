@@ -15,7 +15,7 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..checkpoint import Checkpointer
-from ..config import add_sw_config, find_config
+from ..config import add_sw_config, default_output_dir, find_config
 from ..data.slices import register_slice
 from ..errors import UserError, one_line
 from ..task import all_tasks
@@ -65,6 +65,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
         )
     cfg = get_cfg()
     add_sw_config(cfg)
+    cfg.OUTPUT_DIR = default_output_dir(path)  # unless the file or an override sets another
     try:
         cfg.merge_from_file(str(path))
     except UserError:
