@@ -15,6 +15,8 @@ setup(
     description="Switchable Whitening for Detectron2",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     install_requires=[
         # before 2.6 a checkpoint could run code in spite of weights_only (CVE-2025-32434)
@@ -34,5 +36,8 @@ setup(
     extras_require={"demo": ["opencv-python-headless>=4.5", "tensorboard"]},
     packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
     package_dir={"sw_detectron.configs": "configs"},
-    package_data={"sw_detectron.configs": ["*/*.yaml", "*/*.py"]},
+    package_data={
+        "sw_detectron": ["py.typed"],
+        "sw_detectron.configs": ["*/*.yaml", "*/*.py"],
+    },
 )
