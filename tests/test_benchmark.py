@@ -20,6 +20,7 @@ from sw_detectron.benchmark.arguments import (
 )
 from sw_detectron.benchmark.backends import ComposedSwitchWhiten2d, backend
 from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
+from sw_detectron.benchmark.host import benchmark_host, count_operators
 from sw_detectron.benchmark.models import MODELS, benchmark_models
 from sw_detectron.benchmark.operations import Growth, count_operations, measure_growth
 from sw_detectron.benchmark.results import Result, write_results
@@ -271,6 +272,24 @@ def test_command_line(tmp_path):
             assert timing["ms"] > 0
             assert 0 < timing["ratio_low"] <= timing["ratio"] <= timing["ratio_high"]
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_operators_are_counted_in_both_passes_without_views():
+    x = torch.randn(3, 4, requires_grad=True)
+    assert count_operators(lambda: x.t()[1:].sin()) == 1
+    assert count_operators(lambda: x.new_empty(3).fill_(1)) == 1
+    # exp and sum; backward, a gradient of ones, which is expanded, and the product with exp(x).
+    assert count_operators(lambda: x.exp().sum().backward()) == 4
+
+
+def test_host_time_of_each_layer(tmp_path):
+    results = benchmark_host(CPU, [("bw", "iw")], ["newton"], num_pergroup=8, rounds=2, warmup=1)
+    operators = {result.contender: result.operators for result in results}
+    assert operators.keys() == {"BN", "SyncBN", "IN", "GN", "composed", "SW{bw,iw} newton"}
+    assert operators["BN"] == 3  # forward, backward, and num_batches_tracked
+    assert operators["SW{bw,iw} newton"] > operators["BN"]
+    (axes,) = ratio_figure(results).axes
+    assert axes.get_title() == "forward+backward, contiguous"
 
 
 @pytest.mark.slow

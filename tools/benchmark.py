@@ -14,6 +14,7 @@ import torch
 from sw_detectron.benchmark import arguments
 from sw_detectron.benchmark.backends import WHITENING_METHODS
 from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
+from sw_detectron.benchmark.host import benchmark_host
 from sw_detectron.benchmark.layers import DEFAULT_SETS, benchmark_layers
 from sw_detectron.benchmark.models import MODELS, benchmark_models
 from sw_detectron.benchmark.operations import Growth, measure_growth
@@ -42,6 +43,9 @@ examples:
 
   a training step of segmentation with seven SW layers and with fourteen:
     %(prog)s models --model semantic
+
+  what a layer costs before there is anything to compute:
+    %(prog)s host
 
   does the number of operations grow as the paper says?
     %(prog)s flops
@@ -79,6 +83,17 @@ def models(args: argparse.Namespace, device: torch.device) -> list[Result]:
     )
 
 
+def host(args: argparse.Namespace, device: torch.device) -> list[Result]:
+    return benchmark_host(
+        device,
+        args.statistics or DEFAULT_SETS,
+        all_or_one(WHITENING_METHODS, args.whitening),
+        args.num_pergroup,
+        args.rounds,
+        args.warmup,
+    )
+
+
 def flops(args: argparse.Namespace, device: torch.device) -> list[Growth]:
     return measure_growth()
 
@@ -107,7 +122,9 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     top = make_parser(__doc__, EXAMPLES)
-    commands = top.add_subparsers(dest="benchmark", required=True, metavar="layers|models|flops")
+    commands = top.add_subparsers(
+        dest="benchmark", required=True, metavar="layers|models|host|flops"
+    )
 
     one = add_command(commands, layers, "time and memory of normalization layers")
     one.add_argument(
@@ -121,33 +138,14 @@ def parser() -> argparse.ArgumentParser:
         help="images in the shapes of --shapes imagenet (default: 8, on a GPU 64)",
     )
     one.add_argument(
-        "--statistics",
-        action="append",
-        type=subset_of(STATISTICS),
-        metavar="SET",
-        help="a set of SW, such as bw,iw; may be given several times "
-        f"(default: {' and '.join(map(','.join, DEFAULT_SETS))})",
-    )
-    one.add_argument(
-        "--whitening",
-        choices=[*WHITENING_METHODS, "both"],
-        default="both",
-        help="how SW takes the inverse square root (default: %(default)s)",
-    )
-    one.add_argument(
-        "--num-pergroup",
-        type=positive,
-        default=16,
-        metavar="G",
-        help="channels that SW whitens together (default: %(default)s)",
-    )
-    one.add_argument(
         "--dtype",
         choices=list(arguments.DTYPES),
         default="float32",
         help="of the inputs; parameters are float32 (default: %(default)s)",
     )
-    add_timing_flags(one)
+    add_sw_flags(one)
+    add_format_flags(one)
+    add_round_flags(one)
 
     two = add_command(commands, models, "training steps of whole networks, with SW and without")
     two.add_argument(
@@ -169,19 +167,24 @@ def parser() -> argparse.ArgumentParser:
         "semantic, on a GPU 224, 800x1216 and 713)",
     )
     two.add_argument("--amp", action="store_true", help="autocast to bfloat16")
-    add_timing_flags(two)
+    add_format_flags(two)
+    add_round_flags(two)
+
+    three = add_command(commands, host, "what a layer costs where there is nothing to compute")
+    add_sw_flags(three)
+    add_round_flags(three)
 
     add_command(commands, flops, "how the number of operations grows with N, C, G and HW")
     return top
 
 
-def add_command(commands, run, summary: str) -> argparse.ArgumentParser:
+def add_command(commands, function, summary: str) -> argparse.ArgumentParser:
     """A sub-command with the flags that all of them have."""
-    command = commands.add_parser(run.__name__, help=summary, description=summary)
-    command.set_defaults(run=run)
+    command = commands.add_parser(function.__name__, help=summary, description=summary)
+    command.set_defaults(run=function)
     command.add_argument(
         "--output",
-        default=f"output/benchmark/{run.__name__}",
+        default=f"output/benchmark/{function.__name__}",
         metavar="DIR",
         help="folder of results.json and of the picture (default: %(default)s)",
     )
@@ -190,7 +193,31 @@ def add_command(commands, run, summary: str) -> argparse.ArgumentParser:
     return command
 
 
-def add_timing_flags(command: argparse.ArgumentParser) -> None:
+def add_sw_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--statistics",
+        action="append",
+        type=subset_of(STATISTICS),
+        metavar="SET",
+        help="a set of SW, such as bw,iw; may be given several times "
+        f"(default: {' and '.join(map(','.join, DEFAULT_SETS))})",
+    )
+    command.add_argument(
+        "--whitening",
+        choices=[*WHITENING_METHODS, "both"],
+        default="both",
+        help="how SW takes the inverse square root (default: %(default)s)",
+    )
+    command.add_argument(
+        "--num-pergroup",
+        type=positive,
+        default=16,
+        metavar="G",
+        help="channels that SW whitens together (default: %(default)s)",
+    )
+
+
+def add_format_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--memory-format",
         choices=[*arguments.MEMORY_FORMATS, "both"],
@@ -204,6 +231,9 @@ def add_timing_flags(command: argparse.ArgumentParser) -> None:
         const="channels_last",
         help="short for --memory-format channels_last",
     )
+
+
+def add_round_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rounds", type=positive, default=25, help="rounds that count (default: %(default)s)"
     )

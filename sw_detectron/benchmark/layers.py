@@ -47,22 +47,26 @@ def benchmark_layers(
         UserError: the arguments do not fit each other.
     """
     for shape in shapes:  # a mistake shows before anything is timed
-        _layers(torch.empty(shape, device="meta"), statistics, whitenings, num_pergroup)
+        make_layers(torch.empty(shape, device="meta"), statistics, whitenings, num_pergroup)
     results = []
     for shape in shapes:
         for memory_format in memory_formats:
             torch.manual_seed(0)
             x = torch.randn(shape, device=device).to(dtype)
             x = x.contiguous(memory_format=MEMORY_FORMATS[memory_format]).requires_grad_()
-            layers = _layers(x, statistics, whitenings, num_pergroup)
+            layers = make_layers(x, statistics, whitenings, num_pergroup)
             results += _compare(layers, x, memory_format, rounds, warmup)
     return results
 
 
-def _layers(
+def make_layers(
     x: Tensor, statistics: Sequence[Sequence[str]], whitenings: Sequence[str], num_pergroup: int
 ) -> dict[str, nn.Module]:
-    """The contenders for an input x (N, C, H, W)."""
+    """The contenders for an input x (N, C, H, W), in training mode.
+
+    Raises:
+        UserError: SW does not fit x.
+    """
     channels = x.shape[1]
     layers: dict[str, nn.Module] = {
         BASELINE: nn.BatchNorm2d(channels),
@@ -83,7 +87,7 @@ def _layers(
             for whitening in whitenings:
                 make = partial(SwitchWhiten2d, channels, num_pergroup, names, whitening)
                 layers[f"{label} {whitening}"] = make()
-                if has_kernels(x, num_pergroup):
+                if has_kernels(x.device):
                     layers[f"{label} {whitening}{_PLAIN}"] = make()
     except ValueError as error:
         raise UserError(f"SW does not fit shape {format_shape(x.shape)}: {error}") from None
@@ -96,9 +100,9 @@ def _compare(
     dy = torch.randn_like(x)
     runs = {}
     for name, layer in layers.items():
-        how = "torch" if name.endswith(_PLAIN) else "auto"
-        runs[name, "forward"] = partial(_forward, layer, x, how)
-        runs[name, "forward+backward"] = partial(_forward_backward, layer, x, how, dy)
+        how = backend_of(name)
+        runs[name, "forward"] = partial(_forward, layer, how, x)
+        runs[name, "forward+backward"] = partial(forward_backward, layer, how, x, dy)
     case = format_shape(x.shape)
     times = time_rounds(runs, x.device, rounds, warmup, title=f"{case} {memory_format}")
     results = []
@@ -118,12 +122,17 @@ def _compare(
     return results
 
 
-def _forward(layer: nn.Module, x: Tensor, how: str) -> Tensor:
+def backend_of(contender: str) -> str:
+    return "torch" if contender.endswith(_PLAIN) else "auto"
+
+
+def _forward(layer: nn.Module, how: str, x: Tensor) -> Tensor:
     with backend(how):
         return layer(x)
 
 
-def _forward_backward(layer: nn.Module, x: Tensor, how: str, dy: Tensor) -> None:
+def forward_backward(layer: nn.Module, how: str, x: Tensor, dy: Tensor) -> None:
+    """Both passes by the backend of that name; the gradients of x and of the parameters are new."""
     _clear_gradients(layer, x)
     with backend(how):
         layer(x).backward(dy)

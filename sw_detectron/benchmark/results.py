@@ -32,6 +32,7 @@ class Result:
         contender: a name such as "BN" or "SW{bw,iw} newton".
         timings: by what was timed, such as "forward".
         memory: by quantity; the name tells the unit.
+        operators: that a call runs; None if they were not counted.
     """
 
     case: str
@@ -39,6 +40,7 @@ class Result:
     contender: str
     timings: dict[str, Timing]
     memory: dict[str, float] = field(default_factory=dict)
+    operators: int | None = None
 
     def record(self) -> dict[str, object]:
         """What `results.json` holds of it."""
@@ -50,6 +52,8 @@ class Result:
         for what, timing in self.timings.items():
             row[f"{what}\nms"] = timing.ms
             row[f"{what}\nvs {BASELINE} (quartiles)"] = str(timing)
+        if self.operators is not None:
+            row["operators"] = self.operators
         return row | {key.replace("_per_", "\n/ "): size for key, size in self.memory.items()}
 
 
@@ -95,7 +99,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "triton_kernels": has_kernels(torch.empty(1, device=device)),
+        "triton_kernels": has_kernels(device),
         "command": sys.argv,
     }
 
