@@ -3,7 +3,6 @@
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from tabulate import tabulate
@@ -11,7 +10,8 @@ from tabulate import tabulate
 from sw_detectron.checkpoint.convert import Conversion, Images, convert_checkpoint
 from sw_detectron.checkpoint.sources import SOURCES
 from sw_detectron.checkpoint.writing import FORMATS, check_destination, write_checkpoint
-from sw_detectron.errors import UserError
+from sw_detectron.cli import make_parser, positive, run, subset_of
+from sw_detectron.layers import STATISTICS
 from sw_detectron.layers.functional import WHITENING_METHODS
 from sw_detectron.modeling import PLACEMENTS
 
@@ -88,19 +88,8 @@ def placement(text: str) -> str | list[int]:
     return [int(part) for part in parts]
 
 
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = make_parser(__doc__, EXAMPLES)
     result.add_argument("checkpoint", metavar="SRC", help="the checkpoint to convert")
     result.add_argument("destination", metavar="DST", help="the file to write, .pkl or .pth")
     result.add_argument(
@@ -117,8 +106,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--statistics",
-        type=lambda text: text.split(","),
-        default=[],
+        type=subset_of(STATISTICS),
+        default=(),
         metavar="SET",
         help="the set of statistics, such as bw,iw,bn (default: what --norm says)",
     )
@@ -166,7 +155,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser().parse_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+    run(main, parser().parse_args())

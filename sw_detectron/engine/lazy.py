@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -155,11 +156,18 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
             config=_config_text(cfg),
         ),
         evaluate=lambda: _evaluate(cfg, model),
-        precise_loader=lambda: instantiate(cfg.dataloader.train | {"num_workers": 0}),
+        precise_loader=lambda: _build_precise_loader(cfg),
         page_sections=lambda: _page_sections(cfg),
     )
     loop.resume_or_load(resume)
     return loop.train()
+
+
+def _build_precise_loader(cfg: DictConfig) -> Iterable:
+    loader = dict(cfg.dataloader.train)
+    if "num_workers" in loader:
+        loader["num_workers"] = 0  # they would wait, between evaluations, with their batches
+    return instantiate(loader)
 
 
 def _config_text(cfg: DictConfig) -> str:
