@@ -569,8 +569,8 @@ def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
 
 def test_warm_start(resnet50):
     _, path = resnet50
-    result = convert_checkpoint(path, norm="SWb", whitening="eigh", start_as_bn=True)
+    result = convert_checkpoint(path, norm="SWb", whitening="eigh", warm_start=True)
     weights = result.model["res4.4.conv2.norm.sw_var_weight"].softmax(0)
     assert weights[2] > 0.999  # of bw, iw, bn, in, ln
     with pytest.raises(UserError, match="bn in its set"):
-        convert_checkpoint(path, start_as_bn=True)
+        convert_checkpoint(path, warm_start=True)

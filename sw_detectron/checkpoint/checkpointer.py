@@ -1,42 +1,38 @@
 """Detectron2's checkpointer with whole-or-nothing writes and readable errors."""
 
 import os
+from collections.abc import Collection
 
-import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from ..errors import UserError
-from ..modeling import ImageClassifier
+from ..files import written_whole
 from .reading import read_file, weights_in
+from .writing import save_pth
 
 
 class Checkpointer(DetectionCheckpointer):
     """A `DetectionCheckpointer` that a killed process cannot leave with a broken checkpoint.
 
-    A checkpoint of an `ImageClassifier` gives any other model its backbone.
+    A classifier's checkpoint (a backbone and a linear layer) gives any other model its backbone.
     """
 
     def save(self, name: str, **kwargs) -> None:
         """Write `name`.pth and, if training can continue from it, the name of the last checkpoint,
-        each by rename."""
+        each whole or not at all."""
         if not self.save_dir or not self.save_to_disk:
             return
         data = {"model": self.model.state_dict()}
         data |= {key: value.state_dict() for key, value in self.checkpointables.items()}
         path = os.path.join(self.save_dir, f"{name}.pth")
         self.logger.info(f"Saving checkpoint to {path}")
-        # A killed process leaves its unfinished file behind: one name, so that there is only one.
-        unfinished = os.path.join(self.save_dir, "unfinished_checkpoint")
-        torch.save(data | kwargs, unfinished)
-        os.replace(unfinished, path)
+        save_pth(data | kwargs, path)
         if self.checkpointables:
             self.tag_last_checkpoint(f"{name}.pth")
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        path = os.path.join(self.save_dir, "last_checkpoint")
-        with open(f"{path}.unfinished", "w") as f:
-            f.write(last_filename_basename)
-        os.replace(f"{path}.unfinished", path)
+        with written_whole(os.path.join(self.save_dir, "last_checkpoint")) as unfinished:
+            unfinished.write_text(last_filename_basename)
 
     def load(self, path: str, *args, **kwargs) -> dict:
         """As in Detectron2, but a file that is missing or unreadable is a UserError naming it."""
@@ -51,10 +47,12 @@ class Checkpointer(DetectionCheckpointer):
             ) from None
 
     def _load_model(self, checkpoint: dict):
-        if not _is_classifier(checkpoint["model"]) or isinstance(self.model, ImageClassifier):
+        own_names = self.model.state_dict().keys()
+        if not _is_classifier(checkpoint["model"]) or _is_classifier(own_names):
             return super()._load_model(checkpoint)
         # An FPN holds the network that was pretrained as its bottom_up.
-        prefix = "backbone.bottom_up." if hasattr(self.model.backbone, "bottom_up") else "backbone."
+        fpn = any(name.startswith("backbone.bottom_up.") for name in own_names)
+        prefix = "backbone.bottom_up." if fpn else "backbone."
         checkpoint["model"] = {
             prefix + key.removeprefix("backbone."): value
             for key, value in checkpoint["model"].items()
@@ -91,9 +89,9 @@ class Checkpointer(DetectionCheckpointer):
         return contents
 
 
-def _is_classifier(state: dict) -> bool:
-    """Whether it is the state dict of an `ImageClassifier` over a backbone without FPN."""
-    return "linear.weight" in state and all(
-        key.startswith(("backbone.", "linear.")) and not key.startswith("backbone.bottom_up.")
-        for key in state
+def _is_classifier(names: Collection[str]) -> bool:
+    """Whether they are the tensors of a linear layer and a backbone without FPN, and no others."""
+    return "linear.weight" in names and all(
+        name.startswith(("backbone.", "linear.")) and not name.startswith("backbone.bottom_up.")
+        for name in names
     )

@@ -21,18 +21,6 @@ DEPTHS = {
     ((3, 8, 36, 3), True): 152,
 }
 
-IMAGENET_RGB = {
-    "INPUT.FORMAT": "RGB",
-    "MODEL.PIXEL_MEAN": [123.675, 116.280, 103.530],
-    "MODEL.PIXEL_STD": [58.395, 57.120, 57.375],
-}
-CAFFE_BGR = {
-    "INPUT.FORMAT": "BGR",
-    "MODEL.PIXEL_MEAN": [103.530, 116.280, 123.675],
-    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
-}
-CAFFE2_RESNEXT_BGR = CAFFE_BGR | {"MODEL.PIXEL_STD": [57.375, 57.120, 58.395]}
-
 
 class Backbone(NamedTuple):
     """The backbone in a checkpoint, in Detectron2's names.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..files import written_whole
 
 FORMATS = ("pkl", "pth")
 
@@ -58,27 +59,27 @@ def write_checkpoint(
         unknown := [name for name, tensor in model.items() if tensor.dtype == torch.bfloat16]
     ):
         raise UserError(f"a .pkl cannot hold bfloat16, which {unknown[0]} has; write a .pth")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            if output_format == "pkl":
-                arrays = {name: tensor.contiguous().numpy() for name, tensor in model.items()}
-                pickle.dump(_checkpoint(arrays, matching_heuristics), file)
-            else:
-                tensors = {name: tensor.contiguous() for name, tensor in model.items()}
-                torch.save(_checkpoint(tensors, matching_heuristics), file)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    except RuntimeError:  # what torch.save makes of an OSError
-        raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _checkpoint(model: dict, matching_heuristics: bool) -> dict:
-    return {
-        "model": model,
+    contents = {
+        "model": {name: tensor.contiguous() for name, tensor in model.items()},
         "__author__": "sw_detectron",
         "matching_heuristics": matching_heuristics,
     }
+    if output_format == "pth":
+        save_pth(contents, path)
+        return
+    contents["model"] = {name: tensor.numpy() for name, tensor in contents["model"].items()}
+    with written_whole(path) as unfinished, open(unfinished, "wb") as file:
+        pickle.dump(contents, file)
+
+
+def save_pth(contents: dict, path: str | os.PathLike) -> None:
+    """torch.save, whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with written_whole(path) as unfinished, open(unfinished, "wb") as file:
+        try:
+            torch.save(contents, file)
+        except RuntimeError:  # what torch.save makes of an OSError
+            raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None
