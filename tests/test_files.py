@@ -17,6 +17,12 @@ def write(path, text):
         unfinished.write_text(text)
 
 
+def fail(path, error):
+    with written_whole(path) as unfinished:
+        unfinished.write_text("half")
+        raise error
+
+
 def in_process(function):
     """Start `function` in a forked process, which ends without cleaning up; its id."""
     child = os.fork()
@@ -53,9 +59,8 @@ def test_the_file_appears_at_the_end(tmp_path):
 def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path, error):
     path = tmp_path / "results.json"
     path.write_text("old")
-    with pytest.raises(error), written_whole(path) as unfinished:
-        unfinished.write_text("half")
-        raise error
+    with pytest.raises(error):
+        fail(path, error)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -112,9 +117,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="cannot write '.*a.txt': No space left"):
-        with written_whole(tmp_path / "a.txt") as unfinished:
-            unfinished.write_text("half")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fail(tmp_path / "a.txt", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     assert not list(tmp_path.iterdir())
 
 
@@ -122,8 +125,7 @@ def test_errors_about_other_files_stay_what_they_are(tmp_path):
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "a.txt"):
         (tmp_path / "input.json").read_text()
     with pytest.raises(OSError, match="cannot write mode RGBA as JPEG"):
-        with written_whole(tmp_path / "a.jpg"):
-            raise OSError("cannot write mode RGBA as JPEG")  # Pillow's
+        fail(tmp_path / "a.jpg", OSError("cannot write mode RGBA as JPEG"))  # Pillow's
     assert not list(tmp_path.iterdir())
 
 
