@@ -271,6 +271,8 @@ def test_no_file(tmp_path):
         ("new.bin", False, "--output-format"),
         ("none/new.pkl", False, "does not exist"),
         ("folder.pkl", True, "is a folder"),
+        (".", True, "is a folder"),
+        ("n" * 252 + ".pkl", False, "name too long"),
     ],
 )
 def test_destinations_are_refused_before_the_work(tmp_path, name, force, words):

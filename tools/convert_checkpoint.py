@@ -51,7 +51,11 @@ def main(args: argparse.Namespace) -> None:
     )
     # A bare backbone is to be found in a detector, where its names have a prefix.
     write_checkpoint(
-        destination, conversion.model, output_format, matching_heuristics=not conversion.is_detector
+        destination,
+        conversion.model,
+        output_format,
+        matching_heuristics=not conversion.is_detector,
+        facts=conversion.facts,
     )
     print(conversion.report())
     print(f"\nconfig for {destination}:")

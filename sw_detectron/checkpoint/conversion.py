@@ -49,6 +49,11 @@ class Conversion:
     left_out: list[str]
     notes: list[str]
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """`config` for the checkpoint to carry, with the layers by number too; see `facts`."""
+        return self.config | {"MODEL.SW.LAYERS": [row.number for row in self.placed]}
+
     def report(self) -> str:
         """What was done, as a table and a line for each thing to know."""
         kind = "detector" if self.is_detector else "backbone"

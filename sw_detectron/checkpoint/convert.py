@@ -1,7 +1,7 @@
 """Turns a checkpoint of a BN ResNet, whoever made it, into one with SW on the placed layers."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ..modeling.cifar_resnet import make_cifar_resnet
 from ..modeling.placement import numbered_convs, place
 from ..modeling.surgery import replace_norms
 from .conversion import Conversion, Images, PlacedLayer
+from .facts import FACTS_KEY, facts_in
 from .reading import read_file, weights_in
 from .source_config import network_config, own_sw_layers, placement_config, sw_config
 from .sources import Architecture, Backbone, find_backbone, recognize_architecture
@@ -40,7 +41,7 @@ class _Source(NamedTuple):
     architecture: Architecture
     weights: dict[str, Tensor]  # of the backbone, in float32
     folded: bool  # its BN is only a scale and a bias
-    author: object  # what the file says of its maker
+    facts: dict[str, object]  # what the file says itself, see `facts`
     left_out: list[str]
 
 
@@ -87,7 +88,7 @@ def convert_checkpoint(
     own_layers = own_sw_layers(found.weights)
     if own_layers and placement is not None:
         raise UserError("the source has SW layers already, which are kept: leave out --placement")
-    config, notes = network_config(found.backbone, found.architecture, found.author, found.folded)
+    config, notes = network_config(found.backbone, found.architecture, found.facts, found.folded)
     config |= sw_config(found.weights, norm, statistics, num_pergroup, whitening)
     heads = _kept_heads(found, keep_classifier, notes)
     cfg = _make_cfg(config, found.architecture)
@@ -136,9 +137,10 @@ def _read(path: str | os.PathLike, source: str | None) -> _Source:
         backbone = find_backbone(tensors, source)
         architecture = recognize_architecture(backbone)
         weights = _checked(backbone)
-        folded = _fold_running_values(backbone.source, weights)
-    author = contents.get("__author__")
-    return _Source(backbone, architecture, weights, folded, author, left_out)
+        facts = facts_in(contents)
+        folded = _fold_running_values(backbone.source, weights, facts)
+    left_out = [name for name in left_out if name != FACTS_KEY]
+    return _Source(backbone, architecture, weights, folded, facts, left_out)
 
 
 def _checked(backbone: Backbone) -> dict[str, Tensor]:
@@ -163,9 +165,13 @@ def _checked(backbone: Backbone) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in backbone.weights.items()}
 
 
-def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
+def _fold_running_values(
+    source: str, weights: dict[str, Tensor], facts: Mapping[str, object]
+) -> bool:
     """Whether BN is only a scale and a bias; Caffe2's then get the running values that say so."""
     means = [v for k, v in weights.items() if k.endswith(".running_mean")]
+    if means and (source != "detectron2" or facts.get("INPUT.FORMAT") == "RGB"):
+        return False  # not Caffe2's, the only ones that are folded: it is an untrained network
     if means:
         variances = [v for k, v in weights.items() if k.endswith(".running_var")]
         folded = all(

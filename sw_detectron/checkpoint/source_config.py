@@ -1,6 +1,6 @@
 """What a config has to say for the weights of a source."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from detectron2.modeling import ResNet
 from torch import Tensor
@@ -21,18 +21,23 @@ CAFFE_BGR = {
     "MODEL.PIXEL_MEAN": [103.530, 116.280, 123.675],
     "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
 }
+# What names and shapes of tensors do not tell.
+NOT_IN_TENSORS = (*IMAGENET_RGB, "MODEL.RESNETS.STRIDE_IN_1X1")
 CAFFE2_RESNEXT_BGR = CAFFE_BGR | {"MODEL.PIXEL_STD": [57.375, 57.120, 58.395]}
 
 
 def network_config(
-    backbone: Backbone, architecture: Architecture, author: object, folded: bool
+    backbone: Backbone, architecture: Architecture, facts: Mapping[str, object], folded: bool
 ) -> tuple[dict[str, object], list[str]]:
     """Config keys of the network and its input, and notes about them.
 
     Args:
         backbone, architecture: see `sources`.
-        author: what the checkpoint says of its maker; None if it does not.
+        facts: what the checkpoint says itself, see `facts.facts_in`.
         folded: its BN is folded into a scale and a bias.
+
+    Raises:
+        UserError: the checkpoint's pixel_mean or pixel_std has not three values.
     """
     if architecture.cifar:
         config = {
@@ -50,16 +55,20 @@ def network_config(
         config |= CAFFE2_RESNEXT_BGR if is_resnext else CAFFE_BGR
     for key in ("pixel_mean", "pixel_std"):
         if key in backbone.heads:
-            config[f"MODEL.{key.upper()}"] = backbone.heads[key].flatten().tolist()
+            values = backbone.heads[key].flatten().tolist()
+            if len(values) != 3:
+                raise UserError(f"{key} has {len(values)} values, where a colour image needs 3")
+            config[f"MODEL.{key.upper()}"] = values
     mean = config["MODEL.PIXEL_MEAN"]
     config["INPUT.FORMAT"] = "BGR" if mean[0] < mean[-1] else "RGB"
-    if backbone.source == "detectron2" and author != "torchvision":
+    known = {key: facts[key] for key in facts.keys() & config.keys() if key in NOT_IN_TENSORS}
+    if backbone.source == "detectron2" and not known:
         kind = "Caffe2" if is_caffe2 else "torchvision"
         return config, [
             f"INPUT and STRIDE_IN_1X1 are not in the checkpoint and are taken to be {kind}'s; keep "
             "those of the source's own config where they differ"
         ]
-    return config, []
+    return config | known, []
 
 
 def own_sw_layers(weights: dict[str, Tensor]) -> list[str]:

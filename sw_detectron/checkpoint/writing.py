@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import written_whole
+from .facts import FACTS_KEY
 
 FORMATS = ("pkl", "pth")
 
@@ -24,14 +25,18 @@ def check_destination(path: Path, output_format: str | None, force: bool) -> str
     Raises:
         UserError: it cannot be written, or must not.
     """
+    try:
+        is_dir, exists = path.is_dir(), path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    if is_dir:
+        raise UserError(f"{str(path)!r} is a folder; give the name of a file")
     output_format = output_format or path.suffix.removeprefix(".")
     if output_format not in FORMATS:
         raise UserError(
             f"{str(path)!r} ends neither in .pkl nor in .pth: rename it, or give --output-format"
         )
-    if path.is_dir():
-        raise UserError(f"{str(path)!r} is a folder; give the name of a file")
-    if path.exists() and not force:
+    if exists and not force:
         raise UserError(f"{str(path)!r} exists; give another name, or --force to replace it")
     if not path.parent.is_dir():
         raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first")
@@ -41,7 +46,11 @@ def check_destination(path: Path, output_format: str | None, force: bool) -> str
 
 
 def write_checkpoint(
-    path: Path, model: dict[str, Tensor], output_format: str, matching_heuristics: bool
+    path: Path,
+    model: dict[str, Tensor],
+    output_format: str,
+    matching_heuristics: bool,
+    facts: dict[str, object] | None = None,
 ) -> None:
     """Write tensors by name as a checkpoint that Detectron2 loads.
 
@@ -51,6 +60,7 @@ def write_checkpoint(
         output_format: "pkl" (numpy arrays, as in Detectron2's model zoo) or "pth".
         matching_heuristics: let Detectron2 match names by their endings, so that a bare backbone
             is found in a detector. It does not rename them otherwise.
+        facts: what the weights need of a config, by key, see `facts`.
 
     Raises:
         UserError: the tensors do not fit the format, or the disk is full; no file is left.
@@ -63,6 +73,7 @@ def write_checkpoint(
         "model": {name: tensor.contiguous() for name, tensor in model.items()},
         "__author__": "sw_detectron",
         "matching_heuristics": matching_heuristics,
+        FACTS_KEY: {"config": facts or {}},
     }
     if output_format == "pth":
         save_pth(contents, path)
