@@ -136,10 +136,13 @@ def test_foreign_files_are_one_line(tmp_path, contents):
 
 
 def test_what_is_not_there_or_does_not_answer_is_one_line(tmp_path):
+    checkpointer = Checkpointer(nn.Linear(2, 2))
     for path in (str(tmp_path / "none.pth"), "http://127.0.0.1:9/weights.pth"):
         with pytest.raises(UserError, match="MODEL.WEIGHTS") as error:
-            Checkpointer(nn.Linear(2, 2)).load(path)
+            checkpointer.load(path)
         assert "\n" not in str(error.value) and path in str(error.value)
+    # The same checkpointer can load another one then.
+    checkpointer.load(str(saved(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth")))
 
 
 # What weights need

@@ -71,6 +71,8 @@ class Checkpointer(DetectionCheckpointer):
                 f"weights {path!r} {reason}; set MODEL.WEIGHTS to a file, or to '' to train from "
                 "scratch"
             ) from None
+        finally:
+            self._parsed_url_during_load = None  # so that another file can be tried
 
     def _load_model(self, checkpoint: dict):
         if self._cfg is not None:
