@@ -10,6 +10,7 @@ import torchvision
 from detectron2.config import get_cfg
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone
+from he_resnet import HeResNet
 from torch import nn
 
 from sw_detectron import UserError, add_sw_config
@@ -17,6 +18,7 @@ from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.checkpoint.convert import convert_checkpoint
 from sw_detectron.checkpoint.facts import contradictions, facts_in, facts_of
 from sw_detectron.checkpoint.writing import write_checkpoint
+from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
 
 RGB = {
     "INPUT.FORMAT": "RGB",
@@ -114,6 +116,21 @@ def test_torchvisions_file_loads_as_it_is(tmp_path, caplog, resnet18, wrapper):
     assert torch.equal(resnet.res5[1].conv2.norm.running_var, resnet18["layer4.1.bn2.running_var"])
     keys = [line.split(" is ")[0] for line in warned(caplog) if " is " in line]
     assert keys == ["INPUT.FORMAT"]
+
+
+def test_a_cifar_networks_file_loads_as_it_is(tmp_path, caplog):
+    torch.manual_seed(0)
+    source = HeResNet(8)
+    state = {f"module.{name}": tensor for name, tensor in source.state_dict().items()}
+    path = saved({"state_dict": state, "best_prec1": 91.0}, tmp_path / "resnet8.th")
+    model = nn.ModuleDict({"backbone": make_cifar_resnet(8), "linear": nn.Linear(64, 10)})
+    std = {"MODEL__PIXEL_STD": [1.0, 1.0, 1.0]}
+    Checkpointer(model, cfg=make_cfg(**std)).load(str(path))
+    assert torch.equal(model["linear"].weight, source.linear.weight)
+    conv = model["backbone"].res4[0].conv2
+    assert torch.equal(conv.weight, source.layer3[0].conv2.weight)
+    assert torch.equal(conv.norm.running_mean, source.layer3[0].bn2.running_mean)
+    assert [line.split(" is ")[0] for line in warned(caplog)] == ["MODEL.PIXEL_STD"]
 
 
 @pytest.mark.parametrize(

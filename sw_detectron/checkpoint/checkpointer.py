@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..files import written_whole
-from .facts import FACTS_KEY, TORCHVISION, contradictions, facts_in, facts_of
+from .facts import FACTS_KEY, FACTS_OF_SOURCES, contradictions, facts_in, facts_of
 from .reading import read_file, weights_in
 from .sources import find_backbone, plain_name, without_wrappers
 from .writing import save_pth
@@ -130,15 +130,18 @@ class Checkpointer(DetectionCheckpointer):
         try:
             weights = without_wrappers(checkpoint["model"])
             checkpoint["model"] = {own_names.get(n, n): tensor for n, tensor in weights.items()}
-            fits = checkpoint.get("matching_heuristics") or _is_classifier(weights)
-            if fits or own_names.keys() & weights.keys():
+            if checkpoint.get("matching_heuristics") or _is_classifier(weights):
+                return checkpoint
+            # A classifier's last layer may be the only one that has the same name everywhere.
+            foreign = "layer1.0.conv1.weight" in weights.keys() - own_names.keys()
+            if own_names.keys() & weights.keys() and not foreign:
                 return checkpoint
             backbone = find_backbone(weights)
         except UserError as error:
-            raise UserError(f"{filename!r} has no tensor of this model: {error}") from None
+            raise UserError(f"{filename!r} does not fit this model: {error}") from None
         checkpoint["model"] = {backbone.prefix + n: t for n, t in backbone.weights.items()}
         checkpoint["model"] |= backbone.heads
-        facts = {FACTS_KEY: {"config": TORCHVISION}} if backbone.source == "torchvision" else {}
+        facts = {FACTS_KEY: {"config": FACTS_OF_SOURCES.get(backbone.source, {})}}
         return facts | checkpoint | {"matching_heuristics": True}
 
 

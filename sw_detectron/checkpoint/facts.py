@@ -18,7 +18,9 @@ from .source_config import IMAGENET_RGB
 # The entry of a checkpoint, beside "model", that holds {"config": facts}.
 FACTS_KEY = "sw_detectron"
 
+# What the weights of a source (see `sources.SOURCES`) need, wherever its names tell.
 TORCHVISION = IMAGENET_RGB | {"MODEL.RESNETS.STRIDE_IN_1X1": False}
+FACTS_OF_SOURCES = {"torchvision": TORCHVISION, "released": TORCHVISION, "cifar": IMAGENET_RGB}
 
 # The keys that facts can have, and the types of their values.
 NETWORK_KEYS = {
