@@ -124,8 +124,8 @@ def test_a_cifar_networks_file_loads_as_it_is(tmp_path, caplog):
     state = {f"module.{name}": tensor for name, tensor in source.state_dict().items()}
     path = saved({"state_dict": state, "best_prec1": 91.0}, tmp_path / "resnet8.th")
     model = nn.ModuleDict({"backbone": make_cifar_resnet(8), "linear": nn.Linear(64, 10)})
-    std = {"MODEL__PIXEL_STD": [1.0, 1.0, 1.0]}
-    Checkpointer(model, cfg=make_cfg(**std)).load(str(path))
+    other = {"MODEL__PIXEL_STD": [1.0, 1.0, 1.0], "MODEL__RESNETS__DEPTH": 8}
+    Checkpointer(model, cfg=make_cfg(**other)).load(str(path))
     assert torch.equal(model["linear"].weight, source.linear.weight)
     conv = model["backbone"].res4[0].conv2
     assert torch.equal(conv.weight, source.layer3[0].conv2.weight)

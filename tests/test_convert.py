@@ -589,6 +589,21 @@ def test_our_checkpointer_reads_caffe2_as_detectron2_does(caffe2_pickle):
         assert torch.equal(ours.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "key, value", [("INPUT.FORMAT", "RGB"), ("MODEL.RESNETS.STRIDE_IN_1X1", False)]
+)
+def test_our_checkpointer_knows_what_caffe2s_weights_need(caffe2_pickle, caplog, key, value):
+    cfg = sw_cfg()  # has what Detectron2 takes for Caffe2's by default
+    cfg.MODEL.SW.PLACEMENT = "none"
+    net = build_backbone(cfg, ShapeSpec(channels=3))
+    Checkpointer(net, cfg=cfg).load(str(caffe2_pickle))
+    assert "the weights were made for" not in caplog.text
+    cfg.merge_from_list([key, value])
+    Checkpointer(net, cfg=cfg).load(str(caffe2_pickle))
+    assert f"{key} is {value}, but the weights were made for" in caplog.text
+    assert caplog.text.count("the weights were made for") == 1
+
+
 @pytest.fixture(scope="module")
 def picture_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")

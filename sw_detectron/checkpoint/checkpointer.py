@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import UserError
 from ..files import written_whole
-from .facts import FACTS_KEY, FACTS_OF_SOURCES, contradictions, facts_in, facts_of
+from .facts import FACTS_KEY, contradictions, facts_in, facts_of, facts_of_source
 from .reading import read_file, weights_in
 from .sources import find_backbone, plain_name, without_wrappers
 from .writing import save_pth
@@ -112,7 +112,12 @@ class Checkpointer(DetectionCheckpointer):
         if "model" in data and "__author__" in data:
             return self._renamed(data | {"model": weights}, filename)
         weights = {name: value for name, value in weights.items() if not name.endswith("_momentum")}
-        return {"model": weights, "__author__": "Caffe2", "matching_heuristics": True}
+        return {
+            "model": weights,
+            "__author__": "Caffe2",
+            "matching_heuristics": True,
+            FACTS_KEY: {"config": facts_of_source(weights)},
+        }
 
     def _torch_load(self, f: str) -> dict:
         contents = read_file(f)
@@ -141,7 +146,7 @@ class Checkpointer(DetectionCheckpointer):
             raise UserError(f"{filename!r} does not fit this model: {error}") from None
         checkpoint["model"] = {backbone.prefix + n: t for n, t in backbone.weights.items()}
         checkpoint["model"] |= backbone.heads
-        facts = {FACTS_KEY: {"config": FACTS_OF_SOURCES.get(backbone.source, {})}}
+        facts = {FACTS_KEY: {"config": facts_of_source(weights)}}
         return facts | checkpoint | {"matching_heuristics": True}
 
 

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 
 from detectron2.config import CfgNode
 from detectron2.modeling import BACKBONE_REGISTRY
+from torch import Tensor
 
+from ..errors import UserError
 from ..layers import SW_NORMS
-from .source_config import IMAGENET_RGB
+from .source_config import IMAGENET_RGB, network_config
+from .sources import find_backbone, recognize_architecture
 
 # The entry of a checkpoint, beside "model", that holds {"config": facts}.
 FACTS_KEY = "sw_detectron"
 
-# What the weights of a source (see `sources.SOURCES`) need, wherever its names tell.
 TORCHVISION = IMAGENET_RGB | {"MODEL.RESNETS.STRIDE_IN_1X1": False}
-FACTS_OF_SOURCES = {"torchvision": TORCHVISION, "released": TORCHVISION, "cifar": IMAGENET_RGB}
 
 # The keys that facts can have, and the types of their values.
 NETWORK_KEYS = {
@@ -54,6 +55,18 @@ def facts_in(checkpoint: Mapping) -> dict[str, object]:
     if isinstance(config, Mapping):
         return {key: value for key, value in config.items() if _well_formed(key, value)}
     return TORCHVISION if checkpoint.get("__author__") == "torchvision" else {}
+
+
+def facts_of_source(tensors: dict[str, Tensor]) -> dict[str, object]:
+    """What weights under the names of torchvision, Caffe2, … need; {} under Detectron2's or others,
+    which do not tell."""
+    try:
+        backbone = find_backbone(tensors)
+        architecture = recognize_architecture(backbone)
+        config, _ = network_config(backbone, architecture, facts={}, folded=False)
+    except UserError:
+        return {}
+    return {} if backbone.source == "detectron2" else config
 
 
 def facts_of(cfg: CfgNode) -> dict[str, object]:
