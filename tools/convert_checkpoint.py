@@ -5,9 +5,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tabulate import tabulate
-
-from sw_detectron.checkpoint.convert import Conversion, Images, convert_checkpoint
+from sw_detectron.checkpoint.convert import Images, convert_checkpoint
 from sw_detectron.checkpoint.sources import SOURCES
 from sw_detectron.checkpoint.writing import FORMATS, check_destination, write_checkpoint
 from sw_detectron.cli import make_parser, positive, run, subset_of
@@ -48,33 +46,21 @@ def main(args: argparse.Namespace) -> None:
         num_pergroup=args.num_pergroup,
         whitening=args.whitening,
         images=Images(args.calibrate, args.num_images) if args.calibrate else None,
-        start_as_bn=args.warm_start,
+        warm_start=args.warm_start,
         keep_classifier=args.keep_classifier,
     )
     # A bare backbone is to be found in a detector, where its names have a prefix.
     write_checkpoint(
-        destination, conversion.model, output_format, matching_heuristics=not conversion.is_detector
+        destination,
+        conversion.model,
+        output_format,
+        matching_heuristics=not conversion.is_detector,
+        facts=conversion.facts,
     )
-    print(report(conversion))
+    print(conversion.report())
     print(f"\nconfig for {destination}:")
     for key, value in ({"MODEL.WEIGHTS": str(destination)} | conversion.config).items():
         print(f"  {key} {shlex.quote(str(value))}")
-
-
-def report(conversion: Conversion) -> str:
-    """What was done, as a table and a line for each thing to know."""
-    kind = "detector" if conversion.is_detector else "backbone"
-    lines = [f"source: {conversion.source}, a {kind}", ""]
-    if conversion.placed:
-        rows = [(row.number, row.name, row.before, "->", row.after) for row in conversion.placed]
-        headers = ["number", "module", "before", "", "after"]
-        lines += [tabulate(rows, headers=headers, tablefmt="simple"), ""]
-    else:
-        lines += ["no layer was placed", ""]
-    lines += [f"not used: {name}" for name in conversion.unused]
-    lines += [f"left out: {name}" for name in conversion.left_out]
-    lines += [f"note: {note}" for note in conversion.notes]
-    return "\n".join(lines).rstrip("\n")
 
 
 def placement(text: str) -> str | list[int]:
