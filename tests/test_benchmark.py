@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import check_texts
+from helpers.figures import check_texts
 
 from sw_detectron.benchmark.arguments import (
     MEMORY_FORMATS,

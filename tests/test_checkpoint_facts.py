@@ -10,7 +10,7 @@ import torchvision
 from detectron2.config import get_cfg
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone
-from he_resnet import HeResNet
+from helpers.he_resnet import HeResNet
 from torch import nn
 
 from sw_detectron import UserError, add_sw_config
