@@ -27,13 +27,13 @@ setup(
         "iopath>=0.1.9",
         "pycocotools>=2.0.6",
         "matplotlib>=3.6",
+        "opencv-python-headless>=4.5",  # Detectron2's transforms and visualizer want some OpenCV
         "pillow>=9.1",
         "safetensors>=0.4",
         "tabulate>=0.8",
         "tqdm>=4.60",
     ],
-    # Not required: OpenCV's several distributions overwrite each other's files.
-    extras_require={"demo": ["opencv-python-headless>=4.5", "tensorboard"]},
+    extras_require={"demo": ["tensorboard"]},
     packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
     package_dir={"sw_detectron.configs": "configs"},
     package_data={
