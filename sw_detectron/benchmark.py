@@ -37,7 +37,9 @@ from tqdm import tqdm
 from .engine import load_config
 from .errors import UserError
 from .files import written_whole
-from .layers import STATISTICS, SwitchWhiten2d, kernels
+from .layers import STATISTICS, SwitchWhiten2d, set_backend
+from .layers import triton as kernels
+from .layers.backend import get_backend
 from .layers.composed import composed_switch_whiten
 from .layers.functional import WHITENING_METHODS
 from .layers.options import Options
@@ -65,7 +67,6 @@ MODELS = ("resnet50", "mask_rcnn", "semantic")
 MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
 SEMANTIC_CONFIG = "cityscapes_semantic_R50_SW_7layers_newton.yaml"
 
-_PLAIN = "SW_DETECTRON_PLAIN"  # the environment variable
 
 # A measurement repeats a run until it lasts about this long, well above a clock's noise.
 _SHORTEST_MS = 2.0
@@ -275,7 +276,7 @@ class ComposedSwitchWhiten2d(SwitchWhiten2d):
 
 
 class PlainPath(nn.Module):
-    """A layer without its Triton kernels, forward and backward; see `kernels.available`."""
+    """A layer without its Triton kernels, forward and backward; see `set_backend`."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -351,7 +352,7 @@ def _layers(
             for whitening in whitenings:
                 layer = SwitchWhiten2d(channels, num_pergroup, names, whitening)
                 layers[f"{label} {whitening}"] = layer
-                if kernels.available(x, num_pergroup):
+                if x.is_cuda and kernels.cannot_run_on(x.device) is None:
                     twin = SwitchWhiten2d(channels, num_pergroup, names, whitening)
                     layers[f"{label} {whitening} plain"] = PlainPath(twin)
     except ValueError as error:
@@ -410,16 +411,12 @@ class _LayerRun:
 @contextmanager
 def plain_path(plain: bool) -> Iterator[None]:
     """Keep SW from its Triton kernels, if `plain`."""
-    before = os.environ.get(_PLAIN)
-    if plain:
-        os.environ[_PLAIN] = "1"
+    before = get_backend()
+    set_backend("torch" if plain else before)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[_PLAIN] = before
-        elif plain:
-            del os.environ[_PLAIN]
+        set_backend(before)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -767,7 +764,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "triton_kernels": kernels.available(torch.empty(1, device=device)),
+        "triton_kernels": device.type == "cuda" and kernels.cannot_run_on(device) is None,
         "command": sys.argv,
     }
 

@@ -3,14 +3,12 @@
 import copy
 import itertools
 import os
-import pickle
-from datetime import timedelta
 
 import pytest
 import reference
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Counter, spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -29,28 +27,6 @@ BATCHES = {
     "all empty": [(0, 4, 5)],
 }
 CASES = list(itertools.product(BATCHES, SETS, ("newton", "eigh"), (torch.float64, torch.float32)))
-
-
-def spawn(function, world_size, folder):
-    """Run `function(rank, world_size)` in as many gloo processes; returns what each returned."""
-    mp.spawn(_start, (function, world_size, str(folder)), nprocs=world_size)
-    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world_size)]
-
-
-def _start(rank, function, world_size, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
-    result = pickle.dumps(function(rank, world_size))
-    with open(f"{folder}/{rank}", "wb") as f:
-        f.write(result)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def make_layer(statistics, whitening, dtype):
@@ -228,31 +204,6 @@ def test_training_equals_one_process(world_size, tmp_path):
                 torch.testing.assert_close(actual, value, rtol=0, atol=1e-10)
         for key, value in accumulated.items():
             torch.testing.assert_close(result["no_sync"][key], value, rtol=0, atol=1e-10)
-
-
-class Counter:
-    """Counts the collectives and their bytes while it is entered."""
-
-    NAMES = ("all_gather", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor")
-
-    def __enter__(self):
-        self.calls = []
-        self.original = {name: getattr(dist, name) for name in self.NAMES}
-        for name, function in self.original.items():
-            setattr(dist, name, self.counting(name, function))
-        return self
-
-    def counting(self, name, function):
-        def counted(*args, **kwargs):
-            tensor = args[1] if name == "all_gather" else args[0]
-            self.calls.append((name, tensor.numel() * tensor.element_size()))
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *_):
-        for name, function in self.original.items():
-            setattr(dist, name, function)
 
 
 def collectives(rank, world_size):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..layers import SwitchWhiten2d, passes
+from ..layers import SwitchWhiten2d, plain
 from ..layers.mixing import OF_BATCH, WHITENING
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class _Pool:
         if not x.numel():
             return
         for image in x.detach().split(1):  # one at a time, for float64 doubles them
-            mean, cov = passes.moments(image.double(), self.mean.shape[1], diagonal=False)
+            mean, cov = plain.moments(image.double(), self.mean.shape[1], diagonal=False)
             self.add(image.shape[2] * image.shape[3], mean[0], cov[0])
 
     def add(self, count: int, mean: Tensor, cov: Tensor) -> None:
