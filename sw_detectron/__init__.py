@@ -26,7 +26,7 @@ from . import tasks  # noqa: F401  they register themselves, their models and th
 from .config import add_sw_config
 from .detectron2_patches import apply_patches
 from .errors import UserError
-from .layers import SwitchWhiten2d
+from .layers import SwitchWhiten2d, set_backend
 from .modeling import register_norm, replace_norms
 
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __all__ = [
     "add_sw_config",
     "register_norm",
     "replace_norms",
+    "set_backend",
 ]
 
 apply_patches()

@@ -1,7 +1,6 @@
 """The benchmark: what it counts, how it compares, and its command line. Nothing about speed."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from sw_detectron.benchmark.arguments import (
     parse_shapes,
     parse_size,
 )
-from sw_detectron.benchmark.backends import ComposedSwitchWhiten2d, backend
+from sw_detectron.benchmark.backends import ComposedSwitchWhiten2d, backend, get_backend
 from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
 from sw_detectron.benchmark.host import benchmark_host, count_operators
 from sw_detectron.benchmark.models import MODELS, benchmark_models
@@ -109,15 +108,14 @@ def test_every_round_runs_every_contender():
     assert all(value > 0 for values in times.values() for value in values)
 
 
-def test_the_backend_is_left_as_it_was(monkeypatch):
-    monkeypatch.delenv("SW_DETECTRON_PLAIN", raising=False)
+def test_the_backend_is_left_as_it_was():
+    before = get_backend()
     with backend("torch"):
-        assert os.environ["SW_DETECTRON_PLAIN"] == "1"
-    assert "SW_DETECTRON_PLAIN" not in os.environ
-    monkeypatch.setenv("SW_DETECTRON_PLAIN", "0")
-    with backend("torch"):
-        assert os.environ["SW_DETECTRON_PLAIN"] == "1"
-    assert os.environ["SW_DETECTRON_PLAIN"] == "0"
+        assert get_backend() == "torch"
+    assert get_backend() == before
+    with pytest.raises(ZeroDivisionError), backend("torch"):
+        raise ZeroDivisionError
+    assert get_backend() == before
 
 
 def test_operations_grow_as_the_paper_says():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from ..layers.inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
-from ..layers.mixing import OF_BATCH, WHITENING, mix
+from ..layers.mixing import mix
 from ..modeling.summary import sw_layers
 
 MOST_ITERATIONS = 12
@@ -79,8 +79,7 @@ def whiteness(layer: SwitchWhiten2d, x: Tensor) -> Whiteness:
     centred = pixels - mean[..., None]
     cov = centred @ centred.mT / pixels.shape[-1]
     mixed_cov = _mixed_covariance(layer, mean, cov)
-    diagonal = not WHITENING & set(layer.statistics)
-    newton = layer.whitening == "newton" and not diagonal
+    newton = layer.whitening == "newton" and layer.whitens
 
     exact = eigh_inverse_sqrt(mixed_cov, floor=layer.eps)
     roots = [newton_inverse_sqrt(mixed_cov, t) for t in range(1, MOST_ITERATIONS + 1)]
@@ -149,10 +148,8 @@ def _mixed_covariance(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> Tenso
     Args:
         mean, cov: (N, g, G) and (N, g, G, G), of each sample.
     """
-    statistics = set(layer.statistics)
-    diagonal = not WHITENING & statistics
     batch_mean, batch_cov = layer.running_mean[..., 0].double(), layer.running_cov.double()
-    if diagonal:
+    if not layer.whitens:
         cov, batch_cov = (c.diagonal(dim1=-2, dim2=-1) for c in (cov, batch_cov))
     var_weight = layer.sw_mean_weight if layer.sw_var_weight is None else layer.sw_var_weight
     _, mixed = mix(
@@ -161,12 +158,12 @@ def _mixed_covariance(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> Tenso
         var_weight.double().softmax(0),
         mean,
         cov,
-        batch_mean if OF_BATCH & statistics else None,
-        batch_cov if OF_BATCH & statistics else None,
+        batch_mean if layer.uses_batch else None,
+        batch_cov if layer.uses_batch else None,
         layer.eps,
     )
     mixed = mixed.expand(len(mean), *mixed.shape[1:])
-    return mixed.diag_embed() if diagonal else mixed
+    return mixed if layer.whitens else mixed.diag_embed()
 
 
 def _residual(root: Tensor, cov: Tensor) -> Tensor:

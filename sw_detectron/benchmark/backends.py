@@ -1,38 +1,32 @@
 """The ways to compute SW that are compared: all that the benchmark knows of the layers' insides."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ..layers import SwitchWhiten2d, kernels
+from ..layers import SwitchWhiten2d, set_backend, triton
+from ..layers.backend import get_backend
 from ..layers.composed import composed_switch_whiten
 from ..layers.functional import WHITENING_METHODS as WHITENING_METHODS
 from ..layers.options import Options
-
-_PLAIN = "SW_DETECTRON_PLAIN"  # the environment variable
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Compute SW by the backend of this name: "auto", or "torch" for no Triton kernel."""
-    before = os.environ.get(_PLAIN)
-    if name == "torch":
-        os.environ[_PLAIN] = "1"
+    before = get_backend()
+    set_backend(name)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[_PLAIN] = before
-        elif name == "torch":
-            del os.environ[_PLAIN]
+        set_backend(before)
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether there are Triton kernels for this device."""
-    return kernels.available(torch.empty(1, device=device))
+    return triton.cannot_run_on(device) is None
 
 
 class ComposedSwitchWhiten2d(SwitchWhiten2d):

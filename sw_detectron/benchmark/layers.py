@@ -81,13 +81,14 @@ def make_layers(
         layers["composed"] = ComposedSwitchWhiten2d(channels, num_pergroup, statistics[0])
         for names in statistics:
             label = "SW{all}" if set(names) == set(STATISTICS) else f"SW{{{','.join(names)}}}"
-            if not {"bw", "iw"} & set(names):  # nothing is whitened
-                layers[label] = SwitchWhiten2d(channels, num_pergroup, names)
+            layer = SwitchWhiten2d(channels, num_pergroup, names)
+            if not layer.whitens:
+                layers[label] = layer
                 continue
             for whitening in whitenings:
                 make = partial(SwitchWhiten2d, channels, num_pergroup, names, whitening)
                 layers[f"{label} {whitening}"] = make()
-                if has_kernels(x.device):
+                if whitening == "newton" and has_kernels(x.device):
                     layers[f"{label} {whitening}{_PLAIN}"] = make()
     except ValueError as error:
         raise UserError(f"SW does not fit shape {format_shape(x.shape)}: {error}") from None

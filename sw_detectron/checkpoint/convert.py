@@ -106,7 +106,7 @@ def convert_checkpoint(
         _warm_start(resnet, notes)
     if images:
         calibrate(resnet, _batches(images, cfg, found.architecture), images.number)
-    elif any(_uses_batch(module) for module in resnet.modules()) and not own_layers:
+    elif any(layer.uses_batch for layer in _sw_layers(resnet)) and not own_layers:
         notes.append(_missing_statistics(found.folded))
     prefix = found.backbone.prefix
     return Conversion(
@@ -288,8 +288,8 @@ def _warm_start(resnet: ResNet, notes: list[str]) -> None:
     )
 
 
-def _uses_batch(module: nn.Module) -> bool:
-    return isinstance(module, SwitchWhiten2d) and bool({"bw", "bn"} & set(module.statistics))
+def _sw_layers(resnet: ResNet) -> list[SwitchWhiten2d]:
+    return [module for module in resnet.modules() if isinstance(module, SwitchWhiten2d)]
 
 
 def _missing_statistics(folded: bool) -> str:

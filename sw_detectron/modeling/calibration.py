@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..layers import SwitchWhiten2d, passes
-from ..layers.mixing import OF_BATCH, WHITENING
+from ..layers import SwitchWhiten2d, plain
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class _Pool:
         if not x.numel():
             return
         for image in x.detach().split(1):  # one at a time, for float64 doubles them
-            mean, cov = passes.moments(image.double(), self.mean.shape[1], diagonal=False)
+            mean, cov = plain.moments(image.double(), self.mean.shape[1], diagonal=False)
             self.add(image.shape[2] * image.shape[3], mean[0], cov[0])
 
     def add(self, count: int, mean: Tensor, cov: Tensor) -> None:
@@ -196,9 +195,7 @@ def calibrated_layers(model: nn.Module) -> Layers:
     return {
         name: (module, module.num_pergroup)
         for name, module in model.named_modules()
-        if isinstance(module, SwitchWhiten2d)
-        and OF_BATCH & set(module.statistics)
-        and not module.frozen
+        if isinstance(module, SwitchWhiten2d) and module.uses_batch and not module.frozen
     }
 
 
@@ -211,7 +208,7 @@ def set_running_values(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> None
         cov: (g, G, G).
     """
     layer.running_mean.copy_(mean.view_as(layer.running_mean))
-    if WHITENING & set(layer.statistics):
+    if layer.whitens:
         layer.running_cov.copy_(cov)
     else:
         layer.running_cov.diagonal(dim1=-2, dim2=-1).copy_(cov.diagonal(dim1=-2, dim2=-1))
