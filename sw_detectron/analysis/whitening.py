@@ -97,7 +97,7 @@ def whiteness(layer: SwitchWhiten2d, x: Tensor) -> Whiteness:
         group_correlation=_group_correlation(output, size),
         residual=_residual(used, mixed_cov),
         deviation=_norm(used - exact) / _norm(exact),
-        residuals=torch.full_like(residuals, torch.nan) if diagonal else residuals,
+        residuals=residuals if layer.whitens else torch.full_like(residuals, torch.nan),
     )
 
 
