@@ -58,33 +58,33 @@ def _extend_get_norm() -> None:
         for function in gc.get_referrers(vars(batch_norm))
         if isinstance(function, types.FunctionType) and function.__name__ == "get_norm"
     ]
-    for function in originals:
-        if function.__code__ != extended.__code__:
-            batch_norm.built_in_get_norm = types.FunctionType(
-                function.__code__, function.__globals__, "built_in_get_norm"
-            )
-            function.__code__ = extended.__code__
-    _warn_of_others(originals)
+    untouched = [f for f in originals if f.__code__ != extended.__code__]
+    for function in untouched:
+        batch_norm.built_in_get_norm = types.FunctionType(
+            function.__code__, function.__globals__, "built_in_get_norm"
+        )
+        function.__code__ = extended.__code__
+    if untouched or not originals:
+        _warn_of_others(originals)
 
 
 def _warn_of_others(originals: list[types.FunctionType]) -> None:
     """A function that stands in the place of Detectron2's has to pass on the names of SW."""
-    held = [
-        getattr(module, "get_norm", None)
+    held = {
+        id(function): function
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "detectron2"
-    ]
-    others = {id(f): f for f in held if f is not None and not any(f is o for o in originals)}
-    for function in others.values():
+        if name.split(".")[0] == "detectron2" and (function := getattr(module, "get_norm", None))
+    }
+    for key in held.keys() - set(map(id, originals)):
         try:
-            knows = isinstance(function("SW", 16), SwitchWhiten2d)
+            knows = isinstance(held[key]("SW", 16), SwitchWhiten2d)
         except Exception:  # whatever it does with a name that it does not know
             knows = False
         if not knows:
-            name = getattr(function, "__module__", None) or type(function).__module__
+            name = getattr(held[key], "__module__", None) or type(held[key]).__module__
             logger.warning(
-                f'{name} has replaced Detectron2\'s get_norm and does not know NORM "SW": '
-                "import sw_detectron before it"
+                f'The get_norm of {name} stands in the place of Detectron2\'s and refuses "SW"; let '
+                "it hand on names that it does not know to the function that it replaces"
             )
 
 
