@@ -83,7 +83,7 @@ def _warn_of_others(originals: list[types.FunctionType]) -> None:
         if not knows:
             name = getattr(held[key], "__module__", None) or type(held[key]).__module__
             logger.warning(
-                f'The get_norm of {name} stands in the place of Detectron2\'s and refuses "SW"; let '
+                f'The get_norm of {name} stands in the place of Detectron2\'s and refuses "SW": let '
                 "it hand on names that it does not know to the function that it replaces"
             )
 
