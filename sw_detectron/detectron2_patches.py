@@ -21,6 +21,7 @@ from detectron2.config import configurable
 from detectron2.engine import hooks
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d, batch_norm
 from detectron2.modeling.meta_arch import retinanet
+from torch import nn
 
 from .layers import SwitchWhiten2d
 from .layers.mixing import OF_BATCH
@@ -83,8 +84,8 @@ def _warn_of_others(originals: list[types.FunctionType]) -> None:
         if not knows:
             name = getattr(held[key], "__module__", None) or type(held[key]).__module__
             logger.warning(
-                f'The get_norm of {name} stands in the place of Detectron2\'s and refuses "SW": let '
-                "it hand on names that it does not know to the function that it replaces"
+                f"the get_norm of {name} stands in place of Detectron2's and refuses SW; let it "
+                "hand on names that it does not know to the function that it replaces"
             )
 
 
@@ -110,8 +111,17 @@ def _extend_retinanet_head() -> None:
     def build_with_levels(self, *, input_shape, conv_dims, norm="", **kwargs):
         norm = _norm_of_levels(norm, len(input_shape), conv_dims)
         build(self, input_shape=input_shape, conv_dims=conv_dims, norm=norm, **kwargs)
+        if any(isinstance(module, CycleBatchNormList) for module in self.modules()):
+            self.register_forward_pre_hook(_start_with_first_level)
 
     retinanet.RetinaNetHead.__init__ = configurable(build_with_levels)
+
+
+def _start_with_first_level(head: nn.Module, _: tuple) -> None:
+    # Also after a run that was broken off between two levels, by an error or by hand.
+    for module in head.modules():
+        if isinstance(module, CycleBatchNormList):
+            module._pos = 0
 
 
 def _norm_of_levels(

@@ -219,7 +219,7 @@ def test_a_plugin_that_hands_on_no_name_is_told_once(unpatched, monkeypatch, cap
     apply_patches()
     apply_patches()
     (record,) = caplog.records
-    assert 'refuses "SW"' in record.message and "\n" not in record.message
+    assert "refuses SW" in record.message and "\n" not in record.message
 
 
 WRAPPED_IN_A_CLOSURE = """
@@ -266,6 +266,8 @@ def test_users_register_variants():
 def test_channels_that_do_not_divide_are_named():
     with pytest.raises(ValueError, match="40.*16"):
         get_norm("SW", 40)
+    with pytest.raises(sw_detectron.UserError, match="norm 'SWb' does not fit"):
+        fpn.get_norm("SWb", 40)
 
 
 def test_a_frozen_stage_of_detectron2s_own_resnet_freezes_its_sw():

@@ -1,6 +1,7 @@
 """Heads that run on all levels of a pyramid: SW has statistics for each level, as BN has."""
 
 import functools
+import logging
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from sw_detectron import SwitchWhiten2d
 from sw_detectron.engine.optimizer import get_sw_optimizer_params
-from sw_detectron.modeling.summary import sw_layers
+from sw_detectron.modeling.summary import sw_layers, warn_of_shared_layers
 
 LEVELS = 3
 exact_bw = functools.partial(SwitchWhiten2d, statistics=("bw",), whitening="eigh", momentum=1.0)
@@ -47,6 +48,20 @@ def test_evaluation_computes_what_training_did(kind):
         for level, other in zip(ours, expected):
             # float64; Σ^(-1/2) of a covariance of condition 1e4 or so
             torch.testing.assert_close(level, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("norm", ["SW", "BN"])
+def test_a_run_that_was_broken_off_does_not_shift_the_levels(norm):
+    head = make_head(norm)
+    with torch.no_grad():
+        head.train()(make_features())
+        expected = head.eval()(make_features())
+        first, second, _ = make_features()
+        with pytest.raises(RuntimeError):
+            head([first, second, torch.zeros(0)])
+        after = head(make_features())
+    for ours, others in zip(after, expected):
+        assert all(torch.equal(level, other) for level, other in zip(ours, others))
 
 
 def test_levels_share_scale_and_shift_alone():
@@ -125,3 +140,46 @@ def test_the_shared_scale_and_shift_decay_as_those_of_a_norm(norm):
     shared = head.cls_subnet[1]
     assert decays[id(shared.weight)] == decays[id(shared.bias)] == 0.5
     assert decays[id(head.cls_subnet[0].weight)] is None
+
+
+class OwnHead(nn.Module):
+    """Of a user's own, with one norm for all levels and one that each level has."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.each = nn.ModuleList(SwitchWhiten2d(32) for _ in range(LEVELS))
+
+    def forward(self, features):
+        return [each(self.norm(x)) for each, x in zip(self.each, features)]
+
+
+def test_a_users_head_that_shares_a_norm_is_told_of_once(caplog):
+    model = nn.ModuleDict({"head": OwnHead(SwitchWhiten2d(32))}).double()["head"]
+    features = make_features()
+    warn_of_shared_layers(model)
+    with caplog.at_level(logging.WARNING):
+        model.eval()(features)
+        assert not caplog.records
+        model.train()(features)
+        model(features)
+    (record,) = caplog.records
+    assert "calls norm 3 times" in record.message and "\n" not in record.message
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_head("SW"),
+        lambda: OwnHead(SwitchWhiten2d(32, statistics=("iw", "ln"))),
+        lambda: OwnHead(SwitchWhiten2d(32).freeze()),
+    ],
+    ids=["levels", "samples", "frozen"],
+)
+def test_nothing_is_told_where_nothing_is_shared_that_differs_in_evaluation(make, caplog):
+    model = make().double().train()
+    warn_of_shared_layers(model)
+    with caplog.at_level(logging.WARNING):
+        model(make_features())
+    assert not caplog.records

@@ -61,9 +61,13 @@ def get_norm(norm: str | NormFactory | None, out_channels: int) -> nn.Module | N
 
     Raises:
         UnknownNorm: no norm has that name.
+        UserError: the channels do not suit a registered norm.
     """
     if isinstance(norm, str) and norm in _registered:
-        return _registered[norm](out_channels)
+        try:
+            return _registered[norm](out_channels)
+        except ValueError as error:
+            raise UserError(f"norm {norm!r} does not fit: {error}") from error
     if isinstance(norm, str) and norm and not _is_built_in(norm):
         names = [*BUILT_IN, *_registered]
         similar = difflib.get_close_matches(norm, names, n=3, cutoff=0.5)

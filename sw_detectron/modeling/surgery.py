@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from ..layers.mixing import WHITENING
-from .norms import NormFactory
+from .norms import NormFactory, UnknownNorm
 from .placement import NumberedConv, channels_of, find_resnet, norm_of, numbered_convs, place
 from .tracing import check_flow
 
@@ -74,7 +74,7 @@ def replace_norms(
 def _make_norm(norm: str | NormFactory, conv: NumberedConv) -> nn.Module:
     try:
         new = get_norm(norm, conv.channels)
-    except UserError:
+    except UnknownNorm:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(f"{_misfit(conv)}: {error}") from error
