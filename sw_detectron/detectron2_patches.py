@@ -6,6 +6,8 @@
 - `RetinaNetHead` and its subclasses, which run one head on all levels of a pyramid, give SW
   statistics for each level, as they give BN.
 - `PreciseBN` finds the precise statistics of SW in the run in which it finds those of BN.
+- `CfgNode.load_yaml_with_base`, by which configs are read, finds the package's configs by their
+  bare names in `_BASE_`.
 
 `python -m sw_detectron.run` makes two more, for the script that it runs; see `run.py`.
 """
@@ -17,12 +19,13 @@ import sys
 import types
 from collections.abc import Sequence
 
-from detectron2.config import configurable
+from detectron2.config import CfgNode, configurable
 from detectron2.engine import hooks
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d, batch_norm
 from detectron2.modeling.meta_arch import retinanet
 from torch import nn
 
+from .config import load_yaml_with_base
 from .layers import SwitchWhiten2d
 from .layers.mixing import OF_BATCH
 from .modeling import norms
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 def apply_patches() -> None:
     """Make all of them; again, it does nothing."""
     _extend_get_norm()
+    CfgNode.load_yaml_with_base = classmethod(load_yaml_with_base)
     if not hasattr(FrozenBatchNorm2d, "_freezes_sw"):
         FrozenBatchNorm2d._freezes_sw = True
         _extend_freezing()
