@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from ..layers.inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
 from ..layers.mixing import mix
+from ..modeling.observing import in_evaluation, observed
 from ..modeling.summary import sw_layers
 
 MOST_ITERATIONS = 12
@@ -120,22 +121,14 @@ def whitening_report(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, W
     backbone = getattr(model, "backbone", model)
     layers = {row.name: row.layer for row in sw_layers(model)}
     found: dict[str, list[Whiteness]] = {name: [] for name in layers}
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda module, args, name=name: found[name].append(whiteness(module, args[0]))
-        )
-        for name, layer in layers.items()
-    ]
     device = next(backbone.parameters()).device
-    training = model.training
-    model.eval()
-    try:
+
+    def measure(name: str, x: Tensor, _: Tensor) -> None:
+        found[name].append(whiteness(layers[name], x))
+
+    with in_evaluation(model), observed(layers, measure):
         for batch in batches:
             backbone(batch.to(device))
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
     report = {name: _join(parts) for name, parts in found.items() if parts}
     if not report:
         raise UserError("nothing to report: the model's backbone has no SW layer")

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint import Checkpointer
 from ..modeling.calibration import calibrated_layers
+from ..modeling.summary import warn_of_shared_layers
 from ..report import write_page
 from .hooks import ImportanceWriter, OtherSchedules, PreciseStats, SeedIterations, StopImportance
 
@@ -90,6 +91,7 @@ class Loop(TrainerBase):
             # Of the step, which alone calls `after_backward`.
             step.register_hooks([StopImportance(step.model, settings.importance_stop_iter)])
         self.register_hooks(self.build_hooks())
+        warn_of_shared_layers(self.model)
 
     @property
     def model(self) -> nn.Module:
