@@ -132,7 +132,7 @@ class CheckedLoader:
         path = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name)).get(
             "json_file", "its annotation file"
         )
-        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
             return f"data set {name!r}: {path} is no whole JSON file ({error}); get it again"
         if isinstance(error, AssertionError) and "annotation file format" in str(error):
             return f"data set {name!r}: {path} is not of COCO's format, an object with 'images'"

@@ -45,6 +45,7 @@ def check_objects(sets: Sequence[LoadedSet], classes: Classes, wanted: Wanted) -
     usable = 0
     for dataset in sets:
         _check_number(dataset, classes)
+        _check_sizes(dataset)
         if not dataset.records:
             usable += dataset.training
             continue
@@ -57,7 +58,7 @@ def check_objects(sets: Sequence[LoadedSet], classes: Classes, wanted: Wanted) -
             usable += count
             _check_masks(dataset, wanted)
         else:
-            _check_images(dataset)
+            _check_ids(dataset)
         if not count and not dataset.training:
             _warn_of_no_results(dataset.name)
     trained_on = [dataset.name for dataset in sets if dataset.training]
@@ -172,18 +173,23 @@ def _check_masks(dataset: LoadedSet, wanted: Wanted) -> None:
         )
 
 
-def _check_images(dataset: LoadedSet) -> None:
-    """What evaluation needs to know of the images."""
-    name = dataset.name
-    if "coco" not in str(MetadataCatalog.get(name).get("evaluator_type")):
-        return
-    ids = [record.get("image_id") for record in dataset.records]
-    if None in ids or len(set(ids)) < len(ids):
-        raise UserError(f"data set {name!r}: each record needs an image_id of its own")
+def _check_sizes(dataset: LoadedSet) -> None:
+    """Images have whole numbers of pixels; only training can do without knowing them."""
     for record in dataset.records:
         for side in ("height", "width"):
-            if not isinstance(record.get(side), numbers.Integral):
+            length = record.get(side)
+            if length is None and dataset.training:
+                continue
+            if not isinstance(length, numbers.Integral) or length < 1:
                 raise UserError(
-                    f"data set {name!r}: {record.get('file_name')!r} has the {side} "
-                    f"{record.get(side)!r}; evaluation needs the whole number of pixels"
+                    f"data set {dataset.name!r}: {record.get('file_name')!r} has the {side} "
+                    f"{length!r}; it must be the whole number of the image's pixels"
                 )
+
+
+def _check_ids(dataset: LoadedSet) -> None:
+    """Evaluation tells images apart."""
+    if "coco" in str(MetadataCatalog.get(dataset.name).get("evaluator_type")):
+        ids = [record.get("image_id") for record in dataset.records]
+        if None in ids or len(set(ids)) < len(ids):
+            raise UserError(f"data set {dataset.name!r}: each record needs an image_id of its own")
