@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "sw_detectron needs Detectron2: with a C++ compiler, pip install "
         "'git+https://github.com/facebookresearch/detectron2.git'; without one, run "
-        "'make setup' in sw_detectron's checkout, or see 'Installing' in its README",
+        "'make setup' in sw_detectron's checkout, or see docs/install.md there",
         name="detectron2",
     ) from None
 

@@ -1,6 +1,9 @@
 """The config keys that all tasks share, and where a config's bare name is looked up."""
 
 import difflib
+import os
+from collections.abc import Iterable
+from contextvars import ContextVar
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -66,7 +69,7 @@ def _add_epoch_config(cfg: CfgNode) -> None:
 
 
 def config_folder() -> Path:
-    """The folder of the configs that come with the package.
+    """The folder of the configs that come with the package, in a folder for each kind of data.
 
     Installed, they lie inside the package; in a checkout, beside it.
     """
@@ -76,17 +79,81 @@ def config_folder() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """The path of a config given as a path or as the bare name of one that comes with the package.
+    """The absolute path of a config given as a path, or as the bare name of one that comes with the
+    package.
 
     Raises:
         UserError: there is no such file; the message has the most similar names.
     """
-    if Path(name).is_file():
-        return Path(name)
-    packaged = config_folder() / name
-    if packaged.is_file():
-        return packaged
-    names = [p.name for p in config_folder().iterdir() if p.suffix in (".yaml", ".py")]
-    similar = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
-    hint = f"did you mean {', '.join(similar)}?" if similar else f"see {config_folder()}"
-    raise UserError(f"config {name!r} is neither a file nor one of the package's; {hint}")
+    for path in (Path(name), config_folder() / name):
+        if path.is_file():
+            return Path(os.path.abspath(path))
+    configs = {p.name: p for p in _packaged_files() if p.parent.name != "base"}
+    if name in configs:
+        return configs[name]
+    raise UserError(
+        f"config {name!r} is neither a file nor one of the package's; {_hint(name, configs)}"
+    )
+
+
+def default_output_dir(config_file: str | Path) -> str:
+    """The OUTPUT_DIR, or train.output_dir, of a config that sets none, by its name.
+
+    Python configs get another one than the YAML configs of the same name.
+    """
+    path = Path(config_file)
+    return f"output/{path.stem}" + ("_lazy" if path.suffix == ".py" else "")
+
+
+# The file that is being read, for its bases; None outside of `load_yaml_with_base`.
+_derived: ContextVar[str | None] = ContextVar("_derived", default=None)
+
+
+def load_yaml_with_base(
+    cls: type[CfgNode], filename: str, allow_unsafe: bool = False
+) -> dict[str, object]:
+    """fvcore's method of `CfgNode`, which calls itself with the path of every `_BASE_`, but a base
+    may also be the bare name of one of the package's configs.
+
+    A file of that name beside the file that says `_BASE_` comes first.
+
+    Raises:
+        UserError: a base is in no such place.
+    """
+    derived = _derived.get()
+    path = filename if derived is None else _find_base(filename, derived)
+    token = _derived.set(path)
+    try:
+        return super(CfgNode, cls).load_yaml_with_base(path, allow_unsafe=allow_unsafe)
+    finally:
+        _derived.reset(token)
+
+
+def _find_base(path: str, derived: str) -> str:
+    """Where a base lies.
+
+    Args:
+        path: its `_BASE_`, joined to the folder of the file that says it.
+        derived: that file.
+    """
+    # A config may have the same name as the one of the package that it builds on.
+    if "://" in path or (os.path.isfile(path) and path != derived):
+        return path
+    folder, name = os.path.split(path)
+    configs = {p.name: p for p in _packaged_files() if p.suffix == ".yaml"}
+    if folder == os.path.dirname(derived) and name in configs:
+        return str(configs[name])
+    raise UserError(
+        f"config {derived!r}: its _BASE_ {path!r} is neither a file nor the bare name of one of "
+        f"the package's; {_hint(name, configs)}"
+    )
+
+
+def _packaged_files() -> list[Path]:
+    """The package's configs, and their bases."""
+    return [p for p in config_folder().glob("*/*") if p.suffix in (".yaml", ".py")]
+
+
+def _hint(name: str, configs: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(os.path.basename(name), configs, n=4, cutoff=0.5)
+    return f"did you mean {', '.join(similar)}?" if similar else f"see {config_folder()}"

@@ -3,6 +3,8 @@
 - `detectron2.layers.get_norm` knows the names of `modeling.norms` besides its own.
 - `FrozenBatchNorm2d.convert_frozen_batchnorm`, by which Detectron2 freezes the first stages of a
   backbone, freezes SW layers too.
+- `CfgNode.load_yaml_with_base`, by which configs are read, finds the package's configs by their
+  bare names in `_BASE_`.
 
 `python -m sw_detectron.run` makes two more, for the script that it runs; see `run.py`.
 """
@@ -10,8 +12,10 @@
 import functools
 import types
 
+from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d, batch_norm
 
+from .config import load_yaml_with_base
 from .layers import SwitchWhiten2d
 from .modeling import norms
 
@@ -20,6 +24,7 @@ def apply_patches() -> None:
     """Make all of them; again, it does nothing."""
     _extend_get_norm()
     _extend_freezing()
+    CfgNode.load_yaml_with_base = classmethod(load_yaml_with_base)
 
 
 def _extend_get_norm() -> None:

@@ -5,7 +5,7 @@
 The script then finds MODEL.SW and the other keys of this package in every config that `get_cfg`
 returns, the norms in `get_norm`, and the backbones and data sets in their registries; its optimizer
 treats SW as a norm. After `--config-file` it may be given the bare name of a config that comes with
-the package.
+the package. OUTPUT_DIR is by default `output/` plus the name of the config.
 """
 
 import os
@@ -16,7 +16,7 @@ import detectron2.solver
 from detectron2.config import defaults
 
 import sw_detectron
-from sw_detectron.config import find_config
+from sw_detectron.config import default_output_dir, find_config
 from sw_detectron.engine.optimizer import build_optimizer
 
 _SCRIPT = "SW_DETECTRON_SCRIPT"
@@ -45,6 +45,9 @@ def _run() -> None:
     environment, since the import replaces its `sys.argv[0]`.
     """
     sw_detectron.add_sw_config(defaults._C)
+    for flag, value in zip(sys.argv, sys.argv[1:]):
+        if flag == "--config-file":
+            defaults._C.OUTPUT_DIR = default_output_dir(value)
     # Detectron2's own knows a fixed list of norms. Scripts call it, or leave it to DefaultTrainer.
     detectron2.solver.build_optimizer = build_optimizer
     detectron2.engine.defaults.build_optimizer = build_optimizer

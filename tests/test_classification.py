@@ -443,7 +443,7 @@ def test_layers_of_the_cifar_configs(config, numbers):
 
 
 def test_there_is_a_config_for_every_cell_of_table_2():
-    names = {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    names = {path.name for path in (ROOT / "configs").glob("*/*.yaml")}
     norms = ("BN", "SN", "BW", "SW", "SWb")
     imagenet = {f"classification_R{d}_{n}_100e.yaml": (d, n) for d in (50, 101) for n in norms}
     cells = [("cifar10", d) for d in (20, 44, 56, 110)] + [("cifar100", d) for d in (20, 110)]

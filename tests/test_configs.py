@@ -1,13 +1,20 @@
-"""The configs of detectors: which norm sits where, which schedule, and that each one trains."""
+"""The configs of detectors: which norm sits where, which schedule, and that each one trains; and
+how configs of all kinds are found."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+import detectron2
 import pytest
 import torch
-from detectron2.config import CfgNode
+import torchvision
+from detectron2.config import CfgNode, LazyConfig, get_cfg
 from detectron2.data import DatasetMapper
 from detectron2.data.datasets import load_coco_json
 from detectron2.layers import FrozenBatchNorm2d
@@ -15,10 +22,12 @@ from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from sw_detectron import SwitchWhiten2d, UserError
+from sw_detectron import SwitchWhiten2d, UserError, add_sw_config
 from sw_detectron.config import config_folder, find_config
 from sw_detectron.data import generate_shapes
 from sw_detectron.engine import Trainer, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Row(NamedTuple):
@@ -50,11 +59,6 @@ ROWS = {
 PLACED = {
     50: "res2.1 res3.0 res3.2 res4.0 res4.2 res4.4".split(),
     101: "res2.1 res3.0 res3.2".split() + [f"res4.{i}" for i in range(0, 23, 2)],
-}
-SCHEDULES = {
-    "1x": ((60_000, 80_000), 90_000),
-    "2x": ((120_000, 160_000), 180_000),
-    "3x": ((210_000, 250_000), 270_000),
 }
 
 
@@ -90,28 +94,43 @@ SMALL = """
 
 
 def test_the_table_names_every_config():
-    assert {p.stem for p in config_folder().glob("*_[123]x.yaml")} == set(FILES)
+    assert {p.stem for p in config_folder().glob("coco/*_[123]x.yaml")} == set(FILES)
+
+
+@pytest.fixture(scope="module")
+def their_schedules():
+    """Detectron2's own schedules by name: the steps, and the number of iterations."""
+    folder = Path(detectron2.__file__).parent / "model_zoo/configs/common"
+    cfg = LazyConfig.load(str(folder / "coco_schedule.py"))
+    schedules = {}
+    for times, schedule in enumerate(("1x", "2x", "3x"), start=1):
+        multiplier = cfg[f"lr_multiplier_{schedule}"].scheduler
+        assert list(multiplier["values"]) == [1, 0.1, 0.01]
+        ends = [end / multiplier.milestones[-1] * times * 90_000 for end in multiplier.milestones]
+        schedules[schedule] = (tuple(ends[:-1]), ends[-1])
+    return schedules
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_schedule_is_what_the_name_says(file):
+def test_the_schedule_is_detectron2s_of_that_name(file, their_schedules):
     name, schedule = FILES[file]
     cfg = load_config(f"{file}.yaml", [])
-    assert (tuple(cfg.SOLVER.STEPS), cfg.SOLVER.MAX_ITER) == SCHEDULES[schedule]
+    assert (tuple(cfg.SOLVER.STEPS), cfg.SOLVER.MAX_ITER) == their_schedules[schedule]
     assert cfg.SOLVER.IMS_PER_BATCH == 16
     base_lr = 0.01 if name.startswith("retinanet") else 0.02
     assert base_lr == cfg.SOLVER.BASE_LR
-    assert f"output/{file}" == cfg.OUTPUT_DIR
     assert (tuple(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN) == ((800,), 1333)
 
 
 def test_all_configs_take_torchvisions_weights():
+    pixels = torchvision.models.ResNet50_Weights.IMAGENET1K_V1.transforms()
+    block = torchvision.models.resnet50().layer2[0]
     for file in FILES:
         cfg = load_config(f"{file}.yaml", [])
         assert cfg.INPUT.FORMAT == "RGB"
-        assert list(cfg.MODEL.PIXEL_MEAN) == [123.675, 116.280, 103.530]
-        assert list(cfg.MODEL.PIXEL_STD) == [58.395, 57.120, 57.375]
-        assert not cfg.MODEL.RESNETS.STRIDE_IN_1X1
+        assert list(cfg.MODEL.PIXEL_MEAN) == pytest.approx([255 * x for x in pixels.mean])
+        assert list(cfg.MODEL.PIXEL_STD) == pytest.approx([255 * x for x in pixels.std])
+        assert (block.conv1.stride == (2, 2)) == cfg.MODEL.RESNETS.STRIDE_IN_1X1
         assert TABLE[FILES[file][0]].depth == cfg.MODEL.RESNETS.DEPTH
 
 
@@ -225,15 +244,165 @@ def test_retinanets_anchors_divide_an_octave_in_three():
     assert [pytest.approx(row, rel=1e-14) for row in expected] == sizes
 
 
+# Names and files
+
+R50 = "mask_rcnn_R50_FPN_SW_2x.yaml"
+
+
+def test_no_two_files_have_the_same_name():
+    names = [p.name for p in config_folder().rglob("*.*") if p.is_file()]
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
+
+
 def test_bare_names_find_both_kinds_of_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for suffix in (".yaml", ".py"):
         name = "mask_rcnn_R50_FPN_SW_2x" + suffix
-        assert find_config(name) == config_folder() / name
+        assert find_config(name) == config_folder() / "coco" / name
     with pytest.raises(UserError, match=r"did you mean.* mask_rcnn_R50_FPN_SW_2x\.py"):
         find_config("mask_rcnn_R50_FPN_SW2x.py")
+    with pytest.raises(UserError, match=rf"did you mean {R50}"):  # where it once was
+        find_config(f"configs/{R50}")
     with pytest.raises(UserError) as error:  # bases are no configs
         find_config("commom.yaml")
     assert "common.yaml" not in str(error.value)
     Path("retinanet_R50_FPN_SW_1x.yaml").touch()
-    assert find_config("retinanet_R50_FPN_SW_1x.yaml") == Path("retinanet_R50_FPN_SW_1x.yaml")
+    assert find_config("retinanet_R50_FPN_SW_1x.yaml") == tmp_path / "retinanet_R50_FPN_SW_1x.yaml"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def load(path: Path) -> CfgNode:
+    """Read by Detectron2 alone."""
+    cfg = get_cfg()
+    add_sw_config(cfg)
+    cfg.merge_from_file(str(path))
+    return cfg
+
+
+def test_bases_are_found_by_their_bare_names(tmp_path):
+    path = write(tmp_path / "mine.yaml", f"_BASE_: {R50}\nSEED: 3\n")
+    theirs, ours = load(config_folder() / "coco" / R50), load(path)
+    assert (theirs.MODEL.SW.PLACEMENT, theirs.SOLVER.MAX_ITER) == ("imagenet", 180_000)
+    assert ours.SEED == 3
+    ours.SEED = theirs.SEED
+    assert ours == theirs
+
+
+def test_a_list_of_bases_may_mix_ones_own_with_the_packages(tmp_path):
+    write(tmp_path / "bases/short.yaml", "SOLVER: {MAX_ITER: 10, STEPS: [5]}")
+    write(tmp_path / "bases/mine.yaml", "_BASE_: [mask_rcnn_FPN.yaml, norm_SW.yaml, short.yaml]")
+    path = write(tmp_path / "again.yaml", "_BASE_: bases/mine.yaml\nSEED: 3\n")
+    cfg = load(path)
+    assert cfg.MODEL.MASK_ON and cfg.MODEL.FPN.NORM == "SyncBN"
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SEED) == (10, (5,), 3)
+
+
+def test_a_file_beside_comes_before_the_packages(tmp_path):
+    write(tmp_path / "norm_SW.yaml", "SEED: 7")
+    cfg = load(write(tmp_path / "mine.yaml", "_BASE_: norm_SW.yaml"))
+    assert (cfg.SEED, cfg.MODEL.SW.PLACEMENT) == (7, "imagenet")
+    # It is no base of the package's files, which look beside themselves.
+    cfg = load(write(tmp_path / "other.yaml", f"_BASE_: {R50}"))
+    assert (cfg.SEED, cfg.MODEL.RESNETS.NORM) == (-1, "SyncBN")
+
+
+def test_a_config_may_have_the_name_of_its_base(tmp_path):
+    cfg = load(write(tmp_path / R50, f"_BASE_: {R50}\nSEED: 3\n"))
+    assert (cfg.SEED, cfg.SOLVER.MAX_ITER) == (3, 180_000)
+
+
+@pytest.mark.parametrize("base", ["mask_rcnn_R50_FPN_SW_4x.yaml", f"folder/{R50}", f"../{R50}"])
+@pytest.mark.parametrize("form", ["_BASE_: {}", "_BASE_: [schedule_1x.yaml, {}]"])
+def test_a_missing_base_is_one_line_with_both_names(tmp_path, base, form):
+    """Only a bare name is looked up: a wrong path is a mistake."""
+    write(tmp_path / "mine.yaml", form.format(base))
+    path = write(tmp_path / "derived.yaml", "_BASE_: mine.yaml")
+    for read in (load, lambda path: load_config(str(path), [])):
+        with pytest.raises(UserError, match="did you mean") as error:
+            read(path)
+        message = str(error.value)
+        assert str(tmp_path / "mine.yaml") in message and base in message and R50 in message
+        assert "derived" not in message and "\n" not in message
+
+
+def test_the_output_has_the_configs_name(tmp_path):
+    cases = {
+        "": "output/mine",
+        f"_BASE_: {R50}\n": "output/mine",
+        "OUTPUT_DIR: ./output\n": "./output",  # Detectron2's default, but asked for
+        "_BASE_: base_of_mine.yaml\n": "elsewhere",
+    }
+    write(tmp_path / "base_of_mine.yaml", f"_BASE_: {R50}\nOUTPUT_DIR: elsewhere\n")
+    for text, expected in cases.items():
+        path = str(write(tmp_path / "mine.yaml", text + "VERSION: 2\n"))
+        assert expected == load_config(path, []).OUTPUT_DIR
+        assert load_config(path, ["OUTPUT_DIR", "./output"]).OUTPUT_DIR == "./output"
+    for path in config_folder().glob("*/*.yaml"):
+        if path.parent.name != "base":
+            assert f"output/{path.stem}" == load_config(path.name, []).OUTPUT_DIR
+
+
+SCRIPT = """
+import multiprocessing
+import sys
+from detectron2.config import get_cfg
+
+def main():
+    cfg = get_cfg()
+    cfg.merge_from_file(sys.argv[2])
+    print(cfg.OUTPUT_DIR, cfg.MODEL.SW.PLACEMENT, flush=True)
+
+if __name__ == "__main__":
+    main()
+    process = multiprocessing.get_context("spawn").Process(target=main)
+    process.start()
+    process.join()
+"""
+
+
+def test_other_scripts_find_bases_and_the_output_too(tmp_path):
+    script = write(tmp_path / "script.py", SCRIPT)
+    path = write(tmp_path / "mine.yaml", f"_BASE_: {R50}")
+    command = [sys.executable, "-m", "sw_detectron.run", str(script), "--config-file", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == 2 * ["output/mine imagenet"], done.stderr
+    write(tmp_path / "mine.yaml", "_BASE_: nowhere.yaml")
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "nowhere.yaml" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_the_installed_package_has_all_configs(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "installed"
+    for name in ("sw_detectron", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps"]
+    pip += ["--no-build-isolation", "--no-index", "--target", str(target), str(source)]
+    subprocess.run(pip, check=True, capture_output=True)
+    installed = target / "sw_detectron/configs"
+    files = [p.relative_to(ROOT / "configs") for p in config_folder().rglob("*.*") if p.is_file()]
+    assert len(files) > 100
+    for file in files:
+        assert (installed / file).read_bytes() == (ROOT / "configs" / file).read_bytes()
+    script = f"""
+from sw_detectron.engine import load_config
+from sw_detectron.config import find_config
+print(load_config({R50!r}, []).OUTPUT_DIR, find_config({R50!r}))
+"""
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [f"output/{R50[:-5]}", str(installed / "coco" / R50)], done.stderr

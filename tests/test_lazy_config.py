@@ -17,6 +17,7 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 
 from sw_detectron import UserError
+from sw_detectron.config import find_config
 from sw_detectron.data import generate_shapes
 from sw_detectron.engine import Trainer, argument_parser, launch, load_config, load_lazy_config
 from sw_detectron.engine.lazy import build_lazy_model, train_or_evaluate_lazy
@@ -187,6 +188,41 @@ def test_mistakes_in_a_config_are_one_clear_line(tmp_path):
         load_config(f"{NAME}.py", [])
 
 
+OURS = """
+from detectron2.config import LazyConfig
+from sw_detectron.config import find_config
+
+parts = ("model", "dataloader", "optimizer", "lr_multiplier", "train")
+model, dataloader, optimizer, lr_multiplier, train = LazyConfig.load(
+    str(find_config("mask_rcnn_R50_FPN_SW_2x.py")), parts
+)
+"""
+
+
+def test_the_output_has_the_configs_name(tmp_path):
+    cases = {
+        OURS: "output/mine_lazy",
+        OURS + "del train.output_dir": "output/mine_lazy",
+        OURS + "train.output_dir = './output'": "./output",
+    }
+    for text, expected in cases.items():
+        (tmp_path / "mine.py").write_text(text)
+        cfg = load_lazy_config(str(tmp_path / "mine.py"), [])
+        assert expected == cfg.train.output_dir
+        assert cfg.dataloader.evaluator.output_dir == f"{expected}/inference"
+        cfg = load_lazy_config(str(tmp_path / "mine.py"), ["train.output_dir=elsewhere"])
+        assert cfg.train.output_dir == "elsewhere"
+    # Apart from the output of the YAML config of the same name.
+    assert load_lazy_config(f"{NAME}.py", []).train.output_dir == f"output/{NAME}_lazy"
+
+
+def test_a_config_is_read_from_within_its_folder_too(monkeypatch):
+    """Its imports are relative to the folder above."""
+    monkeypatch.chdir(find_config(f"{NAME}.py").parent)
+    assert Path(f"{NAME}.py").is_file()
+    assert load_lazy_config(f"{NAME}.py", []).train.max_iter == 180_000
+
+
 @pytest.mark.parametrize(
     "override, words",
     [
@@ -230,6 +266,7 @@ model.roi_heads.box_predictor.test_score_thresh = 0.0
 model.proposal_generator.post_nms_topk = (20, 10)
 train.update(max_iter=4, device="cpu", seed=5)
 train.checkpointer.period = 2
+train.precise_bn.update(enabled=True, num_iter=2)
 """
 
 
@@ -248,6 +285,11 @@ def test_a_run_stopped_halfway_resumes_to_the_same_result(folder, tmp_path):
     assert any("bbox/AP" in r for r in records)
     assert (whole / "inference/coco_instances_results.json").is_file()
     assert (whole / "config.yaml").is_file()
+    assert "Precise statistics of 7 SW layers: 2 batches" in done.stdout
+    page = (whole / "report.html").read_text()
+    assert all(
+        word in page for word in ("<h2>Predictions", "<h2>Losses", "res4.4.conv2", "mine_val")
+    )
 
     rest = tmp_path / "rest"  # as the folder is after the first checkpoint
     rest.mkdir()

@@ -74,7 +74,9 @@ def placed_layers(row):
 
 
 def test_the_table_names_every_config():
-    names = {p.stem for kind in ("semantic", "pspnet") for p in config_folder().glob(f"*_{kind}_*")}
+    names = {
+        p.stem for kind in ("semantic", "pspnet") for p in config_folder().glob(f"*/*_{kind}_*")
+    }
     assert names == set(TABLE)
 
 
@@ -235,7 +237,7 @@ def test_labels_that_do_not_fit_are_one_clear_line_from_workers_too(tmp_path):
     config = tmp_path / "config.yaml"
     folder = f"{{IMAGES: {tmp_path}/images, LABELS: {tmp_path}/labels, CLASSES: 5}}"
     config.write_text(
-        f"_BASE_: {config_folder()}/{SHAPES}\n"
+        f"_BASE_: {SHAPES}\n"
         f"DATASETS: {{SEM_SEG_FOLDERS: {{bad: {folder}}}, TRAIN: [bad], TEST: []}}\n"
         f"DATALOADER: {{NUM_WORKERS: 1}}\nOUTPUT_DIR: {tmp_path}/output\n"
     )
@@ -304,7 +306,7 @@ def panoptic_config(shared_data, folder, count, **options):
     path.write_text(
         json.dumps(
             {
-                "_BASE_": str(config_folder() / SHAPES),
+                "_BASE_": SHAPES,
                 "DATASETS": {
                     "SEM_SEG_FOLDERS": {"real": data},
                     "TRAIN": ["real"],

@@ -35,7 +35,7 @@ lr_multiplier_2x = _multi_step(120_000, 160_000, 180_000)
 lr_multiplier_3x = _multi_step(210_000, 250_000, 270_000)
 
 train = {
-    "output_dir": "output",
+    "output_dir": "???",  # has to be set; sw_detectron does it by the config's name
     "init_checkpoint": "",  # a file with the weights to start from; empty: from scratch
     "max_iter": 90_000,
     "amp": {"enabled": False},
@@ -43,6 +43,8 @@ train = {
     "checkpointer": {"period": 5000},  # arguments of PeriodicCheckpointer; iterations
     "eval_period": 0,  # iterations; 0: once, at the end
     "device": "cuda",
+    # Replace running statistics by those of num_iter batches, before evaluations and at the end.
+    "precise_bn": {"enabled": False, "num_iter": 200},
     "importance_stop_iter": 0,  # from this iteration on importance weights stay; 0: they learn
     "seed": -1,  # negative: a new one each time
 }

@@ -24,6 +24,9 @@ def register_dataset(name: str, load: Callable[[], list[dict]], **metadata: obje
             missing (by default, to set DETECTRON2_DATASETS).
     """
     if name in DatasetCatalog.list():
+        known = MetadataCatalog.get(name)
+        if all(known.get(key) == value for key, value in metadata.items()):
+            return  # the same; whoever holds its metadata keeps what others have added there
         DatasetCatalog.remove(name)
         MetadataCatalog.remove(name)
     DatasetCatalog.register(name, load)

@@ -1,7 +1,6 @@
 """Runs a main function in one process or several, and turns users' mistakes into one line."""
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 from torch.multiprocessing import ProcessExitedException
 
+from ..cli import fail
 from ..errors import UserError
 
 Main = Callable[[argparse.Namespace], object]
@@ -32,9 +32,9 @@ def launch(main: Main, args: argparse.Namespace) -> None:
         return
     available = torch.cuda.device_count() if torch.cuda.is_available() else args.num_gpus
     if not 1 <= args.num_gpus <= available:
-        _exit(f"--num-gpus {args.num_gpus}: this machine has {available}")
+        fail(f"--num-gpus {args.num_gpus}: this machine has {available}")
     if not 0 <= args.machine_rank < args.num_machines:
-        _exit(f"--machine-rank {args.machine_rank} must lie below --num-machines")
+        fail(f"--machine-rank {args.machine_rank} must lie below --num-machines")
     try:
         detectron2_launch(
             _run,
@@ -48,7 +48,7 @@ def launch(main: Main, args: argparse.Namespace) -> None:
         if error.exit_code == 1:
             sys.exit(1)  # it has said why
         how = error.signal_name or f"exit code {error.exit_code}"
-        _exit(f"process {error.error_index} ended with {how}; the others were stopped")
+        fail(f"process {error.error_index} ended with {how}; the others were stopped")
 
 
 def _run(main: Main, args: argparse.Namespace) -> None:
@@ -59,14 +59,8 @@ def _run(main: Main, args: argparse.Namespace) -> None:
         main(args)
     except UserError as error:
         if comm.get_local_rank() == 0:
-            # A data loader's worker process puts its traceback before the message.
-            _exit(str(error).rpartition(f"{UserError.__name__}: ")[2].strip())
+            fail(error)
         sys.exit(1)
-
-
-def _exit(message: str) -> None:
-    logging.shutdown()
-    sys.exit(f"{sys.argv[0]}: error: {message}")
 
 
 def _join_torchrun() -> None:

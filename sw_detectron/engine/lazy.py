@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ..checkpoint import Checkpointer
-from ..config import find_config
+from ..config import default_output_dir, find_config
 from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
 from ..report import write_results
@@ -52,6 +53,8 @@ def load_lazy_config(config_file: str, overrides: list[str]) -> DictConfig:
     missing = [part for part in PARTS if part not in cfg]
     if missing:
         raise UserError(f"config {path!r} does not define {', '.join(missing)}")
+    if "output_dir" not in cfg.train:  # or is "???", which OmegaConf takes for missing
+        cfg.train.output_dir = default_output_dir(path)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals:
@@ -154,11 +157,18 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
             config=_config_text(cfg),
         ),
         evaluate=lambda: _evaluate(cfg, model),
-        precise_loader=lambda: instantiate(cfg.dataloader.train | {"num_workers": 0}),
+        precise_loader=lambda: _build_precise_loader(cfg),
         page_sections=lambda: _page_sections(cfg),
     )
     loop.resume_or_load(resume)
     return loop.train()
+
+
+def _build_precise_loader(cfg: DictConfig) -> Iterable:
+    loader = dict(cfg.dataloader.train)
+    if "num_workers" in loader:
+        loader["num_workers"] = 0  # they would wait, between evaluations, with their batches
+    return instantiate(loader)
 
 
 def _config_text(cfg: DictConfig) -> str:

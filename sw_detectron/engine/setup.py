@@ -13,7 +13,8 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..checkpoint import Checkpointer
-from ..config import add_sw_config, find_config
+from ..cli import add_config_argument, make_parser
+from ..config import add_sw_config, default_output_dir, find_config
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..errors import UserError, one_line
 from ..task import all_tasks
@@ -25,10 +26,9 @@ logger = logging.getLogger(__name__)
 
 def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
     """Detectron2's standard flags, with `--config` beside `--config-file`."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        description,
+        examples,
         parents=[default_argument_parser()],
         add_help=False,
         conflict_handler="resolve",  # our --config-file replaces the parent's
@@ -40,14 +40,7 @@ def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
         metavar="K",
         help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
     )
-    parser.add_argument(
-        "--config",
-        "--config-file",
-        dest="config_file",
-        metavar="FILE",
-        required=True,
-        help="path of a config, or the bare name of one that comes with the package",
-    )
+    add_config_argument(parser)
     return parser
 
 
@@ -64,6 +57,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
         )
     cfg = get_cfg()
     add_sw_config(cfg)
+    cfg.OUTPUT_DIR = default_output_dir(path)  # unless the file or an override sets another
     try:
         cfg.merge_from_file(str(path))
     except UserError:
