@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
+from ...data.check import Classes, Wanted
 from ...task import Task, register_task
+from .check import check_labels
 from .config import add_classification_config
 from .data import register_class_folders, register_classification
 from .evaluator import ClassificationEvaluator
@@ -29,6 +31,12 @@ class Classification(Task):
     meta_architectures = ("ImageClassifier",)
     trainer = ClassificationTrainer
     evaluators = {"classification": lambda dataset_name, folder: ClassificationEvaluator()}
+
+    checks = {"list_classes": check_labels}
+
+    def wanted(self, cfg: CfgNode) -> Wanted:
+        key = "MODEL.CLASSIFIER.NUM_CLASSES"
+        return Wanted({"list_classes": Classes(key, cfg.MODEL.CLASSIFIER.NUM_CLASSES)})
 
     def add_config(self, cfg: CfgNode) -> None:
         add_classification_config(cfg)
