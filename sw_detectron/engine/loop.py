@@ -73,7 +73,7 @@ class Loop(TrainerBase):
         precise_loader: Callable[[], Iterable],
         page_sections: Callable[[], dict[str, str]],
     ):
-        super().__init__()
+        TrainerBase.__init__(self)  # not `DefaultTrainer`'s, which stands between
         self._trainer = step
         self.schedules = schedules
         self.settings = settings
