@@ -3,6 +3,8 @@
 - `detectron2.layers.get_norm` knows the names of `modeling.norms` besides its own.
 - `FrozenBatchNorm2d.convert_frozen_batchnorm`, by which Detectron2 freezes the first stages of a
   backbone, freezes SW layers too.
+- `detection_utils.read_image`, by which Detectron2's mappers read images, is `data.images`'s: what
+  a detector is trained on is what it sees in prediction, and an unreadable file is named.
 
 `python -m sw_detectron.run` makes two more, for the script that it runs; see `run.py`.
 """
@@ -10,8 +12,10 @@
 import functools
 import types
 
+from detectron2.data import detection_utils
 from detectron2.layers import FrozenBatchNorm2d, batch_norm
 
+from .data.images import read_image
 from .layers import SwitchWhiten2d
 from .modeling import norms
 
@@ -20,6 +24,7 @@ def apply_patches() -> None:
     """Make all of them; again, it does nothing."""
     _extend_get_norm()
     _extend_freezing()
+    detection_utils.read_image = read_image
 
 
 def _extend_get_norm() -> None:
