@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from detectron2.data import DatasetMapper
+from detectron2.data import DatasetMapper, detection_utils
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -129,7 +129,7 @@ def test_numbers_of_32_bits_are_scaled_and_not_cut_off(tmp_path, values, dtype, 
 
 def refusal(path) -> str:
     with pytest.raises(UserError) as refused:
-        read_image(path, "RGB")
+        detection_utils.read_image(str(path), "RGB")  # as Detectron2's mappers do
     assert "\n" not in str(refused.value)
     assert repr(str(path)) in str(refused.value)
     return str(refused.value)
