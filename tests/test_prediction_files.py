@@ -187,6 +187,15 @@ def test_frames_of_another_size_are_part_of_the_video(tmp_path):
     assert [frame.shape for frame in written] == [(40, 60, 3)] * 3
 
 
+def test_videos_of_names_that_are_no_text(tmp_path):
+    """OpenCV would end the process."""
+    save_video(tmp_path / "clip.avi").rename(tmp_path / os.fsdecode(b"v\xff.avi"))
+    assert "rename it" in refuse(tmp_path / "out", tmp_path / os.fsdecode(b"v\xff.avi"))
+    out = tmp_path / os.fsdecode(b"o\xff")
+    run(out, save_video(tmp_path / "clip.avi"))
+    assert names(out / "clip") == ["000000.png", "000001.png", "000002.png"]
+
+
 def test_a_video_that_is_not_written_whole_is_an_error(tmp_path, monkeypatch):
     """As on a full disk, of which OpenCV says nothing."""
     video = save_video(tmp_path / "clip.avi")

@@ -100,15 +100,20 @@ class VideoFile:
             )
 
     def _open(self) -> cv2.VideoCapture:
-        name = os.fspath(self.path)
-        try:
-            name.encode()
-        except UnicodeEncodeError:  # OpenCV takes names in UTF-8 alone
-            raise self._unreadable() from None
-        return cv2.VideoCapture(name)
+        if not _is_known_to_opencv(self.path):
+            raise self._unreadable(": rename it, OpenCV takes names in UTF-8 alone")
+        return cv2.VideoCapture(str(self.path))
 
-    def _unreadable(self) -> UnreadableMedia:
-        return UnreadableMedia(f"{str(self.path)!r} is not a readable video")
+    def _unreadable(self, reason: str = "") -> UnreadableMedia:
+        return UnreadableMedia(f"{str(self.path)!r} is not a readable video{reason}")
+
+
+def _is_known_to_opencv(path: Path) -> bool:
+    """Whether the name is text in UTF-8; by others, OpenCV ends the process."""
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def find_media(inputs: list[str]) -> list[Path]:
@@ -221,9 +226,9 @@ def write_video(frames: Iterable[np.ndarray], path: Path, fps: float) -> None:
     """Write frames as MPEG-4 video, whole or not at all.
 
     All are resized to the size of the first. The encoder wants even sides, and so cuts off the
-    last row or column of odd ones. Where OpenCV has no encoder, the frames become `000000.png`,
-    `000001.png`, … in a new folder that has the video's name without its suffix, and a number if
-    that is taken.
+    last row or column of odd ones. Where OpenCV has no encoder, or does not take the path, the
+    frames become `000000.png`, `000001.png`, … in a new folder that has the video's name without
+    its suffix, and a number if that is taken.
 
     Args:
         frames: at least one.
@@ -255,13 +260,9 @@ class _NoEncoder(Exception):
 
 def _encode(frames: Iterable[np.ndarray], path: Path, fps: float, size: tuple[int, int]) -> bool:
     """Whether all frames are in the file then: OpenCV itself says nothing if it cannot write."""
-    try:
-        video = cv2.VideoWriter(
-            str(path), cv2.VideoWriter_fourcc(*"mp4v"), encodable_rate(fps), size
-        )
-    except UnicodeEncodeError:
-        raise _NoEncoder from None
-    if not video.isOpened():
+    code, rate = cv2.VideoWriter_fourcc(*"mp4v"), encodable_rate(fps)
+    video = cv2.VideoWriter(str(path), code, rate, size) if _is_known_to_opencv(path) else None
+    if not (video and video.isOpened()):
         raise _NoEncoder
     count = 0
     for frame in frames:
