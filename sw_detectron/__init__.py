@@ -7,6 +7,8 @@ network and the data sets.
 
 import warnings
 
+from . import quiet  # noqa: F401  before others are imported that have something to say
+
 try:
     with warnings.catch_warnings():
         # Detectron2 scripts functions while it is being imported, which newer torch deprecates.

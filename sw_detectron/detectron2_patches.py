@@ -8,6 +8,8 @@
 - `PreciseBN` finds the precise statistics of SW in the run in which it finds those of BN.
 - `CfgNode.load_yaml_with_base`, by which configs are read, finds the package's configs by their
   bare names in `_BASE_`.
+- `detection_utils.read_image`, by which Detectron2's mappers read images, is `data.images`'s: what
+  a detector is trained on is what it sees in prediction, and an unreadable file is named.
 
 `python -m sw_detectron.run` makes two more, for the script that it runs; see `run.py`.
 """
@@ -20,12 +22,14 @@ import types
 from collections.abc import Sequence
 
 from detectron2.config import CfgNode, configurable
+from detectron2.data import detection_utils
 from detectron2.engine import hooks
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d, batch_norm
 from detectron2.modeling.meta_arch import retinanet
 from torch import nn
 
 from .config import load_yaml_with_base
+from .data.images import read_image
 from .layers import SwitchWhiten2d
 from .layers.mixing import OF_BATCH
 from .modeling import norms
@@ -38,6 +42,7 @@ def apply_patches() -> None:
     """Make all of them; again, it does nothing."""
     _extend_get_norm()
     CfgNode.load_yaml_with_base = classmethod(load_yaml_with_base)
+    detection_utils.read_image = read_image
     if not hasattr(FrozenBatchNorm2d, "_freezes_sw"):
         FrozenBatchNorm2d._freezes_sw = True
         _extend_freezing()

@@ -28,6 +28,7 @@ class Task:
         output: the key of the model's outputs that `results` reads.
         meta_architectures: a config without TASK is of the task that lists its
             MODEL.META_ARCHITECTURE here, and of "detection" if none does.
+        confidence: the lowest score of a prediction's result, if none is asked for.
         trainer: the subclass of `engine.Trainer`.
         evaluators: by the `evaluator_type` that a data set's metadata declares.
         checks: of data sets, by the entry of their metadata that has the classes' names.
@@ -36,6 +37,7 @@ class Task:
     name: str
     output: str
     meta_architectures: tuple[str, ...] = ()
+    confidence = 0.5
     trainer: type[DefaultTrainer]
     evaluators: Mapping[str, EvaluatorBuilder] = {}
     checks: Mapping[str, Check] = {}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Detect objects in images and videos, and draw them."""
+"""Detect objects in images and videos, segment or classify them, and draw the results."""
 
 import argparse
 
@@ -16,7 +16,8 @@ examples:
     %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
         holiday/ --output output/pictures --confidence 0.3 MODEL.DEVICE cpu
 
-predictions.json in the folder of the output holds the results in COCO's format.
+predictions.json in the folder of the output holds the results in COCO's format. Files that cannot
+be read are named and left out, and the exit status is then 1.
 """
 
 
@@ -35,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--confidence",
         type=fraction,
-        default=0.5,
-        help="lowest score, 0 to 1, of the objects to show and to write (default: %(default)s)",
+        help="lowest score, 0 to 1, of what to show and to write (default: 0.5 for objects, 0 for "
+        "the five best classes of a classifier)",
     )
     return parser
 
