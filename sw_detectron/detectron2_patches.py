@@ -31,7 +31,6 @@ from torch import nn
 from .config import load_yaml_with_base
 from .data.images import read_image
 from .layers import SwitchWhiten2d
-from .layers.mixing import OF_BATCH
 from .modeling import norms
 from .modeling.calibration import PooledMoments, calibrated_layers, set_running_values
 
@@ -149,7 +148,7 @@ def _norm_of_levels(
         channels: of the layers that the head is going to have.
     """
     layer = retinanet.get_norm(norm, channels[0]) if channels else None
-    if not isinstance(layer, SwitchWhiten2d) or not OF_BATCH & set(layer.statistics):
+    if not (isinstance(layer, SwitchWhiten2d) and layer.uses_batch):
         return norm
 
     def of_level(num_features: int, affine: bool) -> SwitchWhiten2d:
