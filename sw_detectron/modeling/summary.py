@@ -9,7 +9,6 @@ from torch import nn
 
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
-from ..layers.mixing import OF_BATCH
 from .observing import observed
 from .placement import find_resnet, norm_of, numbered_convs
 
@@ -82,7 +81,7 @@ def warn_of_shared_layers(model: nn.Module) -> None:
     layers = {
         row.name: row.layer
         for row in sw_layers(model)
-        if OF_BATCH & set(row.layer.statistics) and not row.layer.frozen
+        if row.layer.uses_batch and not row.layer.frozen
     }
     calls = Counter()
     watching = observed(layers, lambda name, x, output: calls.update([name]))

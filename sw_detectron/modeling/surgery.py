@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
-from ..layers.mixing import WHITENING
 from .norms import NormFactory, UnknownNorm
 from .placement import NumberedConv, channels_of, find_resnet, norm_of, numbered_convs, place
 from .tracing import check_flow
@@ -141,7 +140,7 @@ def _carry_over(old: nn.Module | None, new: nn.Module, conv: NumberedConv) -> li
 def _covariance(old: nn.Module | None, state: dict[str, Tensor]) -> Tensor | None:
     """Take the second moments out of a state: blocks (g, G, G), those of a BN with G = 1."""
     variance, cov = state.pop("running_var", None), state.pop("running_cov", None)
-    if isinstance(old, SwitchWhiten2d) and not WHITENING & set(old.statistics):
+    if isinstance(old, SwitchWhiten2d) and not old.whitens:
         variance = cov.diagonal(dim1=-2, dim2=-1)  # all that such a set keeps up to date
     return cov if variance is None else variance.reshape(-1, 1, 1)
 
