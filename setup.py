@@ -15,6 +15,8 @@ setup(
     description="Switchable Whitening for Detectron2",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     install_requires=[
         # before 2.6 a checkpoint could run code in spite of weights_only (CVE-2025-32434)
@@ -25,14 +27,17 @@ setup(
         "iopath>=0.1.9",
         "pycocotools>=2.0.6",
         "matplotlib>=3.6",
+        "opencv-python-headless>=4.5",  # Detectron2's transforms and visualizer want some OpenCV
         "pillow>=9.1",
         "safetensors>=0.4",
         "tabulate>=0.8",
         "tqdm>=4.60",
     ],
-    # Not required: OpenCV's several distributions overwrite each other's files.
-    extras_require={"demo": ["opencv-python-headless>=4.5", "tensorboard"]},
+    extras_require={"demo": ["tensorboard"]},
     packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
     package_dir={"sw_detectron.configs": "configs"},
-    package_data={"sw_detectron.configs": ["*/*.yaml", "*/*.py"]},
+    package_data={
+        "sw_detectron": ["py.typed"],
+        "sw_detectron.configs": ["*/*.yaml", "*/*.py"],
+    },
 )

@@ -7,6 +7,8 @@ network and the data sets.
 
 import warnings
 
+from . import quiet  # noqa: F401  before others are imported that have something to say
+
 try:
     with warnings.catch_warnings():
         # Detectron2 scripts functions while it is being imported, which newer torch deprecates.
@@ -18,7 +20,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "sw_detectron needs Detectron2: with a C++ compiler, pip install "
         "'git+https://github.com/facebookresearch/detectron2.git'; without one, run "
-        "'make setup' in sw_detectron's checkout, or see 'Installing' in its README",
+        "'make setup' in sw_detectron's checkout, or see docs/install.md there",
         name="detectron2",
     ) from None
 
@@ -26,7 +28,7 @@ from . import tasks  # noqa: F401  they register themselves, their models and th
 from .config import add_sw_config
 from .detectron2_patches import apply_patches
 from .errors import UserError
-from .layers import SwitchWhiten2d
+from .layers import SwitchWhiten2d, set_backend
 from .modeling import register_norm, replace_norms
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __all__ = [
     "add_sw_config",
     "register_norm",
     "replace_norms",
+    "set_backend",
 ]
 
 apply_patches()

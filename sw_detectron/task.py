@@ -13,6 +13,7 @@ from detectron2.data import Metadata
 from detectron2.engine import DefaultPredictor, DefaultTrainer
 from detectron2.evaluation import DatasetEvaluator
 
+from .data.check import Check, Wanted
 from .errors import UserError
 
 EvaluatorBuilder = Callable[[str, str], DatasetEvaluator]
@@ -27,15 +28,19 @@ class Task:
         output: the key of the model's outputs that `results` reads.
         meta_architectures: a config without TASK is of the task that lists its
             MODEL.META_ARCHITECTURE here, and of "detection" if none does.
+        confidence: the lowest score of a prediction's result, if none is asked for.
         trainer: the subclass of `engine.Trainer`.
         evaluators: by the `evaluator_type` that a data set's metadata declares.
+        checks: of data sets, by the entry of their metadata that has the classes' names.
     """
 
     name: str
     output: str
     meta_architectures: tuple[str, ...] = ()
+    confidence = 0.5
     trainer: type[DefaultTrainer]
     evaluators: Mapping[str, EvaluatorBuilder] = {}
+    checks: Mapping[str, Check] = {}
 
     def add_config(self, cfg: CfgNode) -> None:
         """Add the task's keys, with their defaults, to a Detectron2 config."""
@@ -46,6 +51,10 @@ class Task:
         Raises:
             UserError: a description is wrong.
         """
+
+    def wanted(self, cfg: CfgNode) -> Wanted:
+        """What the config's model takes of its data sets."""
+        return Wanted()
 
     def class_names(self, metadata: Metadata) -> Sequence[str]:
         """The classes of a data set in the order of the model's outputs; empty if not known."""

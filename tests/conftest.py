@@ -1,8 +1,15 @@
-"""Where the shared test data lies, if it does."""
+"""What all tests share: where the test data lies, and how Triton's kernels run."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton then interprets its kernels, so that their tests run here as on a GPU. It decides when
+    # it is imported. Nothing else changes: on a CPU layers take the kernels only when told to.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -1,7 +1,6 @@
 """The benchmark: what it counts, how it compares, and its command line. Nothing about speed."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -10,8 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.figures import check_texts
 
-from sw_detectron import benchmark
+from sw_detectron.benchmark.arguments import (
+    MEMORY_FORMATS,
+    find_device,
+    parse_shapes,
+    parse_size,
+)
+from sw_detectron.benchmark.backends import ComposedSwitchWhiten2d, backend, get_backend
+from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
+from sw_detectron.benchmark.host import benchmark_host, count_operators
+from sw_detectron.benchmark.models import MODELS, benchmark_models
+from sw_detectron.benchmark.operations import Growth, count_operations, measure_growth
+from sw_detectron.benchmark.results import Result, write_results
+from sw_detectron.benchmark.timing import (
+    Timing,
+    peak_bytes,
+    retained_bytes,
+    summarize,
+    time_rounds,
+)
 from sw_detectron.errors import UserError
 from sw_detectron.layers import SwitchWhiten2d
 
@@ -33,24 +51,24 @@ def run_tool(*arguments):
 )
 def test_retained_memory_of_known_functions(function, copies):
     x = torch.randn(100, 10, requires_grad=True)
-    assert benchmark.retained_bytes(lambda: function(x)) == copies * x.numel() * 4
+    assert retained_bytes(lambda: function(x)) == copies * x.numel() * 4
 
 
 def test_retained_memory_leaves_out_what_is_excluded():
     x, weight = torch.randn(50, requires_grad=True), torch.randn(50, requires_grad=True)
-    assert benchmark.retained_bytes(lambda: x * weight, exclude=[weight]) == 50 * 4
+    assert retained_bytes(lambda: x * weight, exclude=[weight]) == 50 * 4
 
 
-@pytest.mark.parametrize("memory_format", benchmark.MEMORY_FORMATS)
+@pytest.mark.parametrize("memory_format", MEMORY_FORMATS)
 def test_sw_retains_its_input_and_little_else(memory_format):
-    x = torch.randn(2, 32, 64, 64).contiguous(memory_format=benchmark.MEMORY_FORMATS[memory_format])
+    x = torch.randn(2, 32, 64, 64).contiguous(memory_format=MEMORY_FORMATS[memory_format])
     x.requires_grad_()
     layer = SwitchWhiten2d(32)
     tensors = (*layer.parameters(), *layer.buffers())
-    retained = benchmark.retained_bytes(lambda: layer(x), tensors) / (x.numel() * 4)
+    retained = retained_bytes(lambda: layer(x), tensors) / (x.numel() * 4)
     assert 1 <= retained < 1.05
-    composed = benchmark.ComposedSwitchWhiten2d(32)
-    assert benchmark.retained_bytes(lambda: composed(x)) / (x.numel() * 4) > 2
+    composed = ComposedSwitchWhiten2d(32)
+    assert retained_bytes(lambda: composed(x)) / (x.numel() * 4) > 2
 
 
 def test_peak_memory_counts_what_is_alive_at_a_time():
@@ -60,19 +78,19 @@ def test_peak_memory_counts_what_is_alive_at_a_time():
         (x + 1).add_(x + 2)
         return x + 3
 
-    assert benchmark.peak_bytes(two_and_then_one, CPU) == pytest.approx(2 * x.numel() * 4, rel=0.01)
+    assert peak_bytes(two_and_then_one, CPU) == pytest.approx(2 * x.numel() * 4, rel=0.01)
 
 
 def test_composed_layer_is_the_layer():
     x = torch.randn(2, 32, 5, 7)
-    layer, composed = SwitchWhiten2d(32), benchmark.ComposedSwitchWhiten2d(32)
+    layer, composed = SwitchWhiten2d(32), ComposedSwitchWhiten2d(32)
     torch.testing.assert_close(composed(x), layer(x), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(composed.state_dict(), layer.state_dict(), atol=1e-5, rtol=1e-4)
 
 
 def test_ratios_are_taken_round_by_round():
     # The machine is ten times slower in the last round; the ratio does not notice.
-    timing = benchmark.summarize([2.0, 4.0, 6.0, 8.0, 50.0], baseline=[1.0, 1.0, 2.0, 2.0, 20.0])
+    timing = summarize([2.0, 4.0, 6.0, 8.0, 50.0], baseline=[1.0, 1.0, 2.0, 2.0, 20.0])
     assert timing.ms == 6.0
     assert (timing.ratio_low, timing.ratio, timing.ratio_high) == (2.5, 3.0, 4.0)
     assert str(timing) == "3.00 (2.50 to 4.00)"
@@ -83,26 +101,25 @@ def test_every_round_runs_every_contender():
     runs = {
         name: lambda name=name: calls.append(name) or torch.ones(300, 300).exp() for name in "ab"
     }
-    times = benchmark.time_rounds(runs, CPU, rounds=3, warmup=2, title="")
+    times = time_rounds(runs, CPU, rounds=3, warmup=2, title="")
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
     blocks = [name for name, before in zip(calls, [None, *calls]) if name != before]
     assert blocks == list("bababa")  # five rounds there and back, each with repeats
     assert all(value > 0 for values in times.values() for value in values)
 
 
-def test_plain_path_is_left_as_it_was(monkeypatch):
-    monkeypatch.delenv("SW_DETECTRON_PLAIN", raising=False)
-    with benchmark.plain_path(True):
-        assert os.environ["SW_DETECTRON_PLAIN"] == "1"
-    assert "SW_DETECTRON_PLAIN" not in os.environ
-    monkeypatch.setenv("SW_DETECTRON_PLAIN", "0")
-    with benchmark.plain_path(True):
-        assert os.environ["SW_DETECTRON_PLAIN"] == "1"
-    assert os.environ["SW_DETECTRON_PLAIN"] == "0"
+def test_the_backend_is_left_as_it_was():
+    before = get_backend()
+    with backend("torch"):
+        assert get_backend() == "torch"
+    assert get_backend() == before
+    with pytest.raises(ZeroDivisionError), backend("torch"):
+        raise ZeroDivisionError
+    assert get_backend() == before
 
 
 def test_operations_grow_as_the_paper_says():
-    growths = benchmark.measure_growth()
+    growths = measure_growth()
     assert {growth.variable for growth in growths} == {"N", "C", "G", "HW"}
     assert all(growth.agrees for growth in growths)
     assert not any(replace(g, expected=g.expected + 1).agrees for g in growths)
@@ -111,44 +128,125 @@ def test_operations_grow_as_the_paper_says():
 
 def test_matrix_products_are_all_counted():
     # The covariance and the whitening take N C G HW each; Newton's part is small here.
-    operations = benchmark.count_operations(N=2, C=32, G=16, HW=128**2)
+    operations = count_operations(N=2, C=32, G=16, HW=128**2)
     assert operations == pytest.approx(2 * (2 * 32 * 16 * 128**2), rel=0.05)
 
 
 def test_arguments():
-    assert benchmark.parse_shapes("2x64x5x7,1x16x3x3", batch=8) == [(2, 64, 5, 7), (1, 16, 3, 3)]
-    assert benchmark.parse_shapes("imagenet", batch=3)[0] == (3, 64, 112, 112)
-    assert benchmark.parse_shapes("detection", batch=3)[0] == (2, 64, 400, 608)
-    assert benchmark.parse_size("800x1216") == (800, 1216)
-    assert benchmark.parse_size("224") == (224, 224)
-    assert benchmark.parse_statistics("bw,ln") == ("bw", "ln")
+    assert parse_shapes("2x64x5x7,1x16x3x3", batch=8) == [(2, 64, 5, 7), (1, 16, 3, 3)]
+    assert parse_shapes("imagenet", batch=3)[0] == (3, 64, 112, 112)
+    assert parse_shapes("detection", batch=3)[0] == (2, 64, 400, 608)
+    assert parse_size("800x1216") == (800, 1216)
+    assert parse_size("224") == (224, 224)
     for parse, text in (
-        (benchmark.parse_size, "0"),
-        (benchmark.parse_size, "1x2x3"),
-        (benchmark.parse_size, "800x32"),
-        (benchmark.parse_statistics, "bw,bw"),
-        (benchmark.find_device, "gpu"),
-        (benchmark.find_device, "meta"),
+        (parse_size, "0"),
+        (parse_size, "1x2x3"),
+        (parse_size, "800x32"),
+        (find_device, "gpu"),
+        (find_device, "meta"),
     ):
         with pytest.raises(UserError, match=text):
             parse(text)
 
 
-def test_figures_of_synthetic_results(tmp_path):
-    timing = benchmark.Timing(1.0, 1.0, 1.0, 1.0)
-    slow = benchmark.Timing(30.0, 30.0, 29.0, 33.0)
-    results = [
-        benchmark.Result("2x48x4x4", "contiguous", name, {"forward": t, "forward+backward": t})
-        for name, t in (("BN", timing), ("GN", replace(timing, ratio=0.5)), ("SW{all} eigh", slow))
+def some_results(formats=tuple(MEMORY_FORMATS)):
+    """Ratios that differ in every bar; GN does not fit the first shape."""
+    ratios = {"BN": 1.0, "GN": 0.5, "SW{all} eigh": 30.0, "SW{all} eigh plain": 40.0}
+    results = []
+    for i, case in enumerate(("2x48x4x4", "2x64x4x4")):
+        for memory_format in formats:
+            for name, ratio in ratios.items():
+                if (name, i) == ("GN", 0):
+                    continue
+                forward = ratio * (1 if name == "BN" else 1 + 0.1 * i)
+                both = forward * (1 if name == "BN" else 1.01 + formats.index(memory_format) / 8)
+                timings = {
+                    what: Timing(7 * value, value, 0.9 * value, 1.2 * value)
+                    for what, value in (("forward", forward), ("forward+backward", both))
+                }
+                results.append(Result(case, memory_format, name, timings))
+    return results
+
+
+def test_bars_show_the_ratios_and_their_quartiles():
+    results = some_results()
+    figure = ratio_figure(results)
+    panels = [(f, what) for f in MEMORY_FORMATS for what in ("forward", "forward+backward")]
+    assert [axes.get_title() for axes in figure.axes] == [f"{what}, {f}" for f, what in panels]
+    for axes, (memory_format, what) in zip(figure.axes, panels):
+        cases = [text.get_text() for text in axes.get_xticklabels()]
+        assert cases == ["2x48x4x4", "2x64x4x4"]
+        timings = {
+            (r.contender, r.case): r.timings[what]
+            for r in results
+            if r.memory_format == memory_format and r.contender != "BN"
+        }
+        drawn = {}
+        for bars, whiskers in zip(axes.containers, axes.collections, strict=True):
+            for bar, whisker in zip(bars, whiskers.get_segments(), strict=True):
+                place = bar.get_x() + bar.get_width() / 2
+                # From 1 up or down to the ratio.
+                top = bar.get_y() + bar.get_height()
+                assert bar.get_y() == 1
+                assert whisker[:, 0] == pytest.approx([place] * 2)
+                (number,) = (t for t in axes.texts if t.xy[0] == pytest.approx(place))
+                assert number.get_text() == f"{top:.2f}"
+                drawn[bars.get_label(), cases[round(place)]] = (*sorted(whisker[:, 1]), top)
+        assert drawn.keys() == timings.keys()
+        for key, t in timings.items():
+            assert drawn[key] == pytest.approx((t.ratio_low, t.ratio_high, t.ratio))
+        low, high = axes.get_ylim()
+        assert all(low < t.ratio_low and t.ratio_high < high for t in timings.values())
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["SW{all} eigh", "SW{all} eigh plain", "GN"]
+    for name, patch in zip(names, legend.get_patches(), strict=True):
+        (bars,) = (bars for bars in figure.axes[0].containers if bars.get_label() == name)
+        for bar in bars:
+            assert (bar.get_facecolor(), bar.get_hatch()) == (
+                patch.get_facecolor(),
+                patch.get_hatch(),
+            )
+    assert len({patch.get_facecolor() for patch in legend.get_patches()}) == 3
+    check_texts(figure)
+
+
+def test_bars_of_operations_stand_beside_the_papers_line():
+    growths = [
+        Growth("N", "HW >> G", (1, 2, 4), (10.0, 21.0, 39.0), expected=1),
+        Growth("G", "HW << G", (16, 32), (5.0, 19.0), expected=2),
     ]
-    figure = benchmark.ratio_figure(results)
-    assert len(figure.axes) == 2
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["GN", "SW{all} eigh"]
-    benchmark.write_results(tmp_path / "new", "layers", results, {}, {})
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "layers.png",
-        "results.json",
-    ]
+    figure = growth_figure(growths)
+    for axes, counts, paper, sizes, variable in zip(
+        figure.axes, ([1, 2.1, 3.9], [1, 3.8]), ([1, 2, 4], [1, 4]), ("124", ("16", "32")), "NG"
+    ):
+        (bars,), (line,) = axes.containers, axes.lines
+        assert [bar.get_height() for bar in bars] == pytest.approx(counts)
+        assert line.get_ydata() == pytest.approx(paper)
+        places = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+        assert line.get_xdata() == pytest.approx(places)
+        assert [text.get_text() for text in axes.get_xticklabels()] == list(sizes)
+        assert axes.get_xticks() == pytest.approx(places)
+        assert axes.get_xlabel() == variable
+    assert figure.axes[1].get_title() == "HW << G: exponent 1.93"  # log2 3.8
+    check_texts(figure)
+
+
+def test_results_are_written_with_their_machine(tmp_path):
+    results = some_results(("contiguous",))
+    folder = tmp_path / "new"
+    write_results(folder, "layers", results, ratio_figure(results), {"dtype": "float16"}, CPU)
+    assert sorted(path.name for path in folder.iterdir()) == ["layers.png", "results.json"]
+    content = json.loads((folder / "results.json").read_text())
+    assert (content["benchmark"], content["settings"]) == ("layers", {"dtype": "float16"})
+    assert content["machine"]["device"] == "cpu"
+    assert len(content["results"]) == len(results)
+    assert content["results"][1]["timings"]["forward"] == {
+        "ms": 7 * 30.0,
+        "ratio": 30.0,
+        "ratio_low": 27.0,
+        "ratio_high": 36.0,
+    }
 
 
 def test_command_line(tmp_path):
@@ -163,7 +261,7 @@ def test_command_line(tmp_path):
     assert content["settings"]["dtype"] == "float32"
     names = {"BN", "SyncBN", "IN", "GN", "composed"}
     names |= {f"SW{{{s}}} {method}" for s in ("bw,iw", "all") for method in ("newton", "eigh")}
-    expected = {(name, f) for name in names for f in benchmark.MEMORY_FORMATS}
+    expected = {(name, f) for name in names for f in MEMORY_FORMATS}
     assert {(r["contender"], r["memory_format"]) for r in content["results"]} == expected
     for result in content["results"]:
         assert set(result["timings"]) == {"forward", "forward+backward"}
@@ -174,12 +272,28 @@ def test_command_line(tmp_path):
     assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_operators_are_counted_in_both_passes_without_views():
+    x = torch.randn(3, 4, requires_grad=True)
+    assert count_operators(lambda: x.t()[1:].sin()) == 1
+    assert count_operators(lambda: x.new_empty(3).fill_(1)) == 1
+    # exp and sum; backward, a gradient of ones, which is expanded, and the product with exp(x).
+    assert count_operators(lambda: x.exp().sum().backward()) == 4
+
+
+def test_host_time_of_each_layer(tmp_path):
+    results = benchmark_host(CPU, [("bw", "iw")], ["newton"], num_pergroup=8, rounds=2, warmup=1)
+    operators = {result.contender: result.operators for result in results}
+    assert operators.keys() == {"BN", "SyncBN", "IN", "GN", "composed", "SW{bw,iw} newton"}
+    assert operators["BN"] == 3  # forward, backward, and num_batches_tracked
+    assert operators["SW{bw,iw} newton"] > operators["BN"]
+    (axes,) = ratio_figure(results).axes
+    assert axes.get_title() == "forward+backward, contiguous"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", benchmark.MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_models(model):
-    results = benchmark.benchmark_models(
-        [model], CPU, batch=1, size=(65, 65), amp=True, rounds=1, warmup=1
-    )
+    results = benchmark_models([model], CPU, batch=1, size=(65, 65), amp=True, rounds=1, warmup=1)
     placements = ["BN", "7 x SW"] + ["14 x SW"] * (model == "semantic")
     assert [result.contender for result in results] == placements
     assert all(result.memory["peak_gb"] > 0 for result in results)

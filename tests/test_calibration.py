@@ -21,7 +21,9 @@ from sw_detectron.engine import Trainer, load_config
 from sw_detectron.engine.hooks import PreciseStats
 from sw_detectron.errors import UserError
 from sw_detectron.layers import SwitchWhiten2d
-from sw_detectron.modeling import calibrate, input_moments, unfuse
+from sw_detectron.modeling import calibrate, input_moments, replace_norms, unfuse
+from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
+from sw_detectron.tasks.classification.model import ImageClassifier
 
 # N, H, W: sizes differ, and the last batch is smaller.
 SIZES = [(3, 9, 8), (2, 7, 13), (1, 12, 5)]
@@ -264,6 +266,28 @@ def test_ranks_equal_one_process(tmp_path):
         same(dict(first[1]), dict(second[1]))
         for name in first[0]:
             assert all(torch.equal(a, b) for a, b in zip(first[0][name], second[0][name]))
+
+
+def test_a_classifier_is_calibrated_with_what_its_loader_gives():
+    def make_classifier():
+        torch.manual_seed(0)
+        resnet = make_cifar_resnet(8)
+        replace_norms(resnet, "cifar")
+        mean, std = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)
+        return ImageClassifier(backbone=resnet, num_classes=2, pixel_mean=mean, pixel_std=std)
+
+    images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8)
+    batches = [{"image": part, "label": torch.zeros(len(part))} for part in images.split(2)]
+    model, alone = make_classifier(), make_classifier()
+    calibrate(model, batches, 3)  # of the second batch one image
+    normalized = (images[:3] - alone.pixel_mean) / alone.pixel_std
+    calibrate(alone.backbone, [normalized[:2], normalized[2:]], 3)
+    running = {k: v for k, v in model.state_dict().items() if "running_cov" in k}
+    assert len(running) == 2
+    for name, value in running.items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(UserError, match="ImageClassifier takes what its data loader gives"):
+        calibrate(model, [normalized], 3)
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["FrozenBN", "BN"])

@@ -1,5 +1,6 @@
 """Reading checkpoints runs nothing in them, and whatever is wrong with one is one clear line."""
 
+import copy
 import io
 import os
 import pickle
@@ -163,6 +164,8 @@ def test_code_is_not_run(tmp_path, kind):
         b"(S'MARKER'\nios\nmkdir\n.",  # INST
         b"\x80\x02cbuiltins\neval\nX\x05\x00\x00\x001 + 1\x85R.",
         b"\x80\x02cnumpy\nndarray\n)\x81.",  # an array without a size
+        b"\x80\x02}X\x01\x00\x00\x00wcnumpy\nndarray\nK\x02\x85\x85\x81s.",  # and one of whatever
+        b"\x80\x02}X\x01\x00\x00\x00wcnumpy\nndarray\nK\x02\x85\x85Rs.",  # memory holds
         b"\x80\x02ccollections\nOrderedDict\n}X\x01\x00\x00\x00aK\x01sb.",  # a class's attributes
         b"\x80\x02cnumpy\ndtype\nX\x02\x00\x00\x00O8K\x00K\x01\x87R.",  # arrays of objects
         b"\x80\x02cnumpy\ndtype\nX\x0b\x00\x00\x00V1000000000K\x00K\x01\x87R.",
@@ -186,11 +189,46 @@ def test_hostile_pickles(tmp_path, program):
     assert set(Path.cwd().iterdir()) == before and not marker.exists()
 
 
+@pytest.mark.parametrize("module", [b"builtins", b"__builtin__"])
+@pytest.mark.parametrize("name", [b"bytearray", b"getattr", b"list", b"complex"])
+def test_builtins_are_not_called(tmp_path, module, name):
+    """Not even those that do no harm by themselves, such as 1 GB of bytearray."""
+    path = tmp_path / "file.pkl"
+    path.write_bytes(b"\x80\x02c" + module + b"\n" + name + b"\nJ\x00\x00\x00\x40\x85R.")
+    with pytest.raises(UserError, match=rf"Python object \({(module + b'.' + name).decode()}\)"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy"])
+def test_tensors_may_share_storage_eight_times_but_not_nine(tmp_path, kind):
+    storage = torch.arange(100_000.0)
+    for count in (8, 9):
+        path = tmp_path / f"{count}.pth"
+        path.write_bytes(saved({f"w{i}": storage for i in range(count)}, kind))
+        assert 4e5 < path.stat().st_size < 4.4e5
+    found = read_checkpoint(tmp_path / "8.pth")
+    assert len(found) == 8 and torch.equal(found["w7"], storage)
+    with pytest.raises(UserError, match="more than the file can hold"):
+        read_checkpoint(tmp_path / "9.pth")
+
+
 def zip_of(entries, compression=zipfile.ZIP_STORED):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, data in entries.items():
             archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def overlapping_zip():
+    """An archive that lists one part under two names."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a/data.pkl", b"}.")
+        archive.writestr("a/data/0", bytes(10_000))
+        twin = copy.copy(archive.getinfo("a/data/0"))
+        twin.filename = "a/data/1"
+        archive.filelist.append(twin)
     return buffer.getvalue()
 
 
@@ -229,6 +267,7 @@ WRONG_FILES = {
     "tar": (lambda: tar_of("storages", b"x"), "tar archive"),
     "other zip": (lambda: zip_of({"word/document.xml": b"x"}), "cut off or damaged"),
     "zip bomb": (lambda: zip_of({"a/data.pkl": bytes(10**7)}, zipfile.ZIP_DEFLATED), "compressed"),
+    "overlapping zip": (overlapping_zip, "its parts overlap"),
     "cut off zip": (lambda: of_torch({"w": torch.ones(500)})[:1500], "cut off or damaged"),
     "cut off legacy": (lambda: saved({"w": torch.ones(500)}, "legacy")[:900], "cut off"),
     "TorchScript": (scripted, "TorchScript"),
@@ -271,6 +310,8 @@ def test_no_file(tmp_path):
         ("new.bin", False, "--output-format"),
         ("none/new.pkl", False, "does not exist"),
         ("folder.pkl", True, "is a folder"),
+        (".", True, "is a folder"),
+        ("n" * 252 + ".pkl", False, "name too long"),
     ],
 )
 def test_destinations_are_refused_before_the_work(tmp_path, name, force, words):

@@ -314,8 +314,11 @@ def test_own_pretraining(tmp_path):
     assert torch.equal(result.model["stem.conv1.weight"], net.stem.conv1.weight)
 
 
-def caffe2_blobs(seed=0):
-    """A ResNet-50 under the names of MSRA's R-50.pkl: BN folded into a scale and a bias."""
+def caffe2_blobs(seed=0, groups=1, width=64):
+    """A ResNet-50 under the names of MSRA's R-50.pkl: BN folded into a scale and a bias.
+
+    `groups` of the 3x3 convolutions, which have `width` channels in res2; 32 and 128 is ResNeXt.
+    """
     rng = np.random.default_rng(seed)
     blobs = {
         "conv1_w": rng.normal(size=(64, 3, 7, 7)),
@@ -326,21 +329,22 @@ def caffe2_blobs(seed=0):
         "fc1000_b": rng.normal(size=1000),
     }
     channels = 64
-    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=2):
+    for stage, (blocks, out) in enumerate(((3, 256), (4, 512), (6, 1024), (3, 2048)), start=2):
+        inner = width * out // 256
         for i in range(blocks):
             convs = {
-                "branch2a": (width, channels, 1, 1),
-                "branch2b": (width, width, 3, 3),
-                "branch2c": (4 * width, width, 1, 1),
+                "branch2a": (inner, channels, 1, 1),
+                "branch2b": (inner, inner // groups, 3, 3),
+                "branch2c": (out, inner, 1, 1),
             }
             if i == 0:
-                convs["branch1"] = (4 * width, channels, 1, 1)
+                convs["branch1"] = (out, channels, 1, 1)
             for name, shape in convs.items():
                 prefix = f"res{stage}_{i}_{name}"
                 blobs[f"{prefix}_w"] = 0.01 * rng.standard_normal(shape, np.float32)
                 blobs[f"{prefix}_bn_s"] = rng.uniform(0.5, 1.5, shape[0])
                 blobs[f"{prefix}_bn_b"] = rng.normal(size=shape[0])
-            channels = 4 * width
+            channels = out
     blobs["conv1_w_momentum"] = np.zeros(3)
     return {name: np.asarray(blob, np.float32) for name, blob in blobs.items()}
 
@@ -376,6 +380,39 @@ def test_folded_bn_is_said(caffe2_pickle):
     result = convert_checkpoint(caffe2_pickle)
     assert len(result.placed) == 7
     assert [note for note in result.notes if "--calibrate" in note and "unknown" in note]
+
+
+def test_caffe2s_resnext_strides_in_the_3x3_and_scales_pixels(tmp_path):
+    """As Detectron2's model zoo says of X-101-32x8d.pkl."""
+    blobs = caffe2_blobs(groups=32, width=128)
+    (tmp_path / "X-50.pkl").write_bytes(pickle.dumps({"blobs": blobs}))
+    config = convert_checkpoint(tmp_path / "X-50.pkl").config
+    assert config["MODEL.RESNETS.NUM_GROUPS"] == 32
+    assert config["MODEL.RESNETS.WIDTH_PER_GROUP"] == 4
+    assert config["MODEL.RESNETS.STRIDE_IN_1X1"] is False
+    assert config["INPUT.FORMAT"] == "BGR"
+    assert config["MODEL.PIXEL_MEAN"] == [103.530, 116.280, 123.675]
+    assert config["MODEL.PIXEL_STD"] == [57.375, 57.120, 58.395]
+
+
+@pytest.mark.parametrize(
+    "mean, expected", [((103.5, 116.3, 123.7), "BGR"), ((120.0, 115.0, 100.0), "RGB")]
+)
+def test_the_order_of_channels_is_that_of_the_detectors_own_mean(tmp_path, mean, expected):
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "resnet18.pth")
+    backbone = convert_checkpoint(tmp_path / "resnet18.pth", placement="none").model
+    detector = {f"backbone.bottom_up.{name}": tensor for name, tensor in backbone.items()}
+    detector |= {"roi_heads.fc.weight": torch.ones(2), "pixel_std": torch.ones(3, 1, 1)}
+    detector["pixel_mean"] = torch.tensor(mean).view(3, 1, 1)
+    torch.save({"model": detector}, tmp_path / "detector.pth")
+    config = convert_checkpoint(tmp_path / "detector.pth").config
+    assert config["INPUT.FORMAT"] == expected
+    assert config["MODEL.PIXEL_MEAN"] == pytest.approx(mean, rel=1e-6)  # float32
+    assert config["MODEL.PIXEL_STD"] == [1, 1, 1]
+    detector["pixel_mean"] = torch.ones(4)
+    torch.save({"model": detector}, tmp_path / "detector.pth")
+    with pytest.raises(UserError, match="pixel_mean has 4 values"):
+        convert_checkpoint(tmp_path / "detector.pth")
 
 
 def released_state(num_weights=2, tied=False, seed=0):
@@ -503,6 +540,36 @@ def test_weights_that_are_not_finite(resnet50, tmp_path, value):
         convert_checkpoint(tmp_path / "nan.pth")
 
 
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("layer2.1.bn2.running_var", lambda v: v - 1, "res3.1.conv2.norm.running_var .*negative"),
+        ("layer2.1.conv2.weight", lambda v: v.int(), "res3.1.conv2.weight .*torch.int32.*float"),
+        ("layer2.1.bn2.weight", lambda v: v > 0, "res3.1.conv2.norm.weight .*torch.bool.*float"),
+    ],
+)
+def test_values_that_no_network_has(resnet50, tmp_path, name, change, words):
+    net, _ = resnet50
+    state = net.state_dict()
+    torch.save(state | {name: change(state[name])}, tmp_path / "wrong.pth")
+    with pytest.raises(UserError, match=words):
+        convert_checkpoint(tmp_path / "wrong.pth")
+
+
+def test_a_backbone_without_its_last_stage_is_refused(resnet50, tmp_path):
+    """In a detector the heads have it; alone it is no ResNet of any depth."""
+    _, path = resnet50
+    model = convert_checkpoint(path, placement="none").model
+    model = {name: tensor for name, tensor in model.items() if not name.startswith("res5")}
+    torch.save({"model": model}, tmp_path / "cut.pth")
+    with pytest.raises(UserError, match=r"no ResNet with \(3, 4, 6\) bottleneck blocks"):
+        convert_checkpoint(tmp_path / "cut.pth")
+    state = {n: t for n, t in resnet50[0].state_dict().items() if not n.startswith("layer4")}
+    torch.save(state, tmp_path / "cut.pth")
+    with pytest.raises(UserError, match=r"\(3, 4, 6\) blocks"):
+        convert_checkpoint(tmp_path / "cut.pth")
+
+
 def test_half_precision_becomes_float32(resnet50, tmp_path):
     net, _ = resnet50
     torch.save({k: v.half() for k, v in net.state_dict().items()}, tmp_path / "half.pth")
@@ -520,6 +587,21 @@ def test_our_checkpointer_reads_caffe2_as_detectron2_does(caffe2_pickle):
     DetectionCheckpointer(theirs).load(str(caffe2_pickle))
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "key, value", [("INPUT.FORMAT", "RGB"), ("MODEL.RESNETS.STRIDE_IN_1X1", False)]
+)
+def test_our_checkpointer_knows_what_caffe2s_weights_need(caffe2_pickle, caplog, key, value):
+    cfg = sw_cfg()  # has what Detectron2 takes for Caffe2's by default
+    cfg.MODEL.SW.PLACEMENT = "none"
+    net = build_backbone(cfg, ShapeSpec(channels=3))
+    Checkpointer(net, cfg=cfg).load(str(caffe2_pickle))
+    assert "the weights were made for" not in caplog.text
+    cfg.merge_from_list([key, value])
+    Checkpointer(net, cfg=cfg).load(str(caffe2_pickle))
+    assert f"{key} is {value}, but the weights were made for" in caplog.text
+    assert caplog.text.count("the weights were made for") == 1
 
 
 @pytest.fixture(scope="module")
@@ -569,8 +651,8 @@ def test_statistics_are_found_where_bn_is_folded(caffe2_pickle, picture_folder):
 
 def test_warm_start(resnet50):
     _, path = resnet50
-    result = convert_checkpoint(path, norm="SWb", whitening="eigh", start_as_bn=True)
+    result = convert_checkpoint(path, norm="SWb", whitening="eigh", warm_start=True)
     weights = result.model["res4.4.conv2.norm.sw_var_weight"].softmax(0)
     assert weights[2] > 0.999  # of bw, iw, bn, in, ln
     with pytest.raises(UserError, match="bn in its set"):
-        convert_checkpoint(path, start_as_bn=True)
+        convert_checkpoint(path, warm_start=True)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from test_layer import GOLDEN, SUBSETS, correlated, load_golden, make_layer
+from helpers.layer_cases import GOLDEN, SUBSETS, correlated, load_golden, make_layer
 
-from sw_detectron.layers import STATISTICS
+from sw_detectron.layers import STATISTICS, set_backend
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("the layer on a GPU needs a GPU", allow_module_level=True)
 
 # Relative to the largest value: float32's roundings, some hundreds of them, amplified by the
 # inverse root; bfloat16 and float16 outputs are rounded once, but their dx is a sum of terms that
@@ -19,10 +20,11 @@ TOLERANCE = {
 }
 
 
-@pytest.fixture(params=["kernels", "small kernels too", "plain"])
-def path(request, monkeypatch):
-    monkeypatch.setenv("SW_DETECTRON_PLAIN", str(int(request.param == "plain")))
-    monkeypatch.setenv("SW_DETECTRON_SMALL_KERNELS", str(int("small" in request.param)))
+@pytest.fixture(params=["triton", "torch"])
+def path(request):
+    set_backend(request.param)
+    yield
+    set_backend("auto")
 
 
 def close(actual, expected, tolerance, name):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_layer import SUBSETS, correlated, make_layer
+from helpers.layer_cases import SUBSETS, correlated, make_layer
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 

@@ -27,6 +27,7 @@ from sw_detectron.analysis import (
 )
 from sw_detectron.analysis.drawing import STATISTIC_COLORS
 from sw_detectron.analysis.importance import guess_statistics
+from sw_detectron.analysis.importance_results import short_names
 from sw_detectron.errors import UserError
 from sw_detectron.layers import STATISTICS, SwitchWhiten2d
 
@@ -370,7 +371,6 @@ def test_the_tool_writes_figures_and_numbers_of_different_networks(network, tmp_
 
 
 def test_names_of_runs_are_as_short_as_they_can_be():
-    short_names = load_tool().short_names
     assert short_names(["/a/run"]) == ["run"]
     assert short_names(["/a/x/run", "/a/y/run"]) == ["x/run", "y/run"]
     assert short_names(["/a/run", "/a/run"]) == ["run (1)", "run (2)"]

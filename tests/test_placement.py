@@ -8,7 +8,7 @@ from detectron2.modeling import build_backbone
 from torch import nn
 
 from sw_detectron import SwitchWhiten2d, UserError, add_sw_config, replace_norms
-from sw_detectron.modeling import numbered_convs, place
+from sw_detectron.modeling import numbered_convs, place, with_norms
 from sw_detectron.modeling.summary import sw_layers, sw_table
 
 
@@ -119,6 +119,7 @@ def test_explicit_layers_override_the_placement():
         ({"PLACEMENT": "everywhere"}, ["everywhere", "imagenet"]),
         ({"NUM_PERGROUP": 48}, ["stem.conv1", "64", "48"]),
         ({"NORM": "SWc"}, ["SWc", "SWb"]),
+        ({"NORM": ""}, ["MODEL.SW.NORM", "PLACEMENT", "none"]),
         ({"STATISTICS": ["bw", "xx"]}, ["xx", "bw"]),
         ({"NORM": "BN", "STATISTICS": ["bw"]}, ["STATISTICS", "BN"]),
         ({"WHITENING": "zca"}, ["zca", "newton"]),
@@ -131,6 +132,29 @@ def test_wrong_keys_are_one_clear_line(sw, words):
         build(make_cfg(**sw))
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["build_sw_resnet_backbone", "build_sw_resnet_fpn_backbone"])
+def test_an_unknown_norm_of_another_key_is_one_clear_line(name):
+    cfg = make_cfg(18, name)
+    key = cfg.MODEL.FPN if "fpn" in name else cfg.MODEL.RESNETS
+    cfg.MODEL.FPN.IN_FEATURES = ["res2"]
+    key.NORM = "SynchBN"
+    with pytest.raises(UserError, match="unknown norm 'SynchBN': did you mean SyncBN"):
+        build(cfg)
+
+
+def test_a_norm_in_code_is_given_options_that_it_has():
+    net = build(make_cfg(18, PLACEMENT="none"))
+    with pytest.raises(UserError, match="layer 1 .*num_iteration"):
+        with_norms(net, "imagenet", "SW", num_iteration=3)
+
+    def mine(channels):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        with_norms(net, "imagenet", mine)
+    assert not sw_layers(net)
 
 
 def test_a_placement_that_hits_nothing_lists_the_layers():

@@ -1,6 +1,7 @@
 """Predictions on images, folders and videos: pictures, results in COCO's format, and mistakes."""
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -11,15 +12,19 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 import torch
+from detectron2.data import MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
+from PIL import Image
 from pycocotools.coco import COCO
 
 from sw_detectron import UserError
 from sw_detectron.data import generate_shapes, media
 from sw_detectron.engine import load_config
-from sw_detectron.engine.prediction import predict
+from sw_detectron.engine.prediction import Predictor, predict
+from sw_detectron.tasks.classification.data import test_transform as transform
+from sw_detectron.tasks.classification.results import classification_results
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
@@ -211,6 +216,141 @@ def test_a_model_of_more_classes_than_the_data_set_is_refused(dataset, tmp_path)
     torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
     message = refuse(tmp_path / "model.pth", tmp_path, dataset / "val/000000.png", *overrides)
     assert "more classes than data set 'shapes_val'" in message
+
+
+SEGMENTOR = """
+    MODEL.SEM_SEG_HEAD.NUM_CLASSES 5 MODEL.SEM_SEG_HEAD.NORM BN MODEL.SEM_SEG_HEAD.CONVS_DIM 32
+    DATASETS.TEST ('with_things_and_stuff',) MODEL.META_ARCHITECTURE
+""".split()
+KEYPOINTS = """
+    MODEL.KEYPOINT_ON True MODEL.MASK_ON False MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS 3
+    MODEL.ROI_HEADS.NUM_CLASSES 1 DATASETS.TEST ('with_keypoints',)
+""".split()
+FRAME = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def _datasets():
+    MetadataCatalog.get("with_things_and_stuff").set(
+        thing_classes=list("abcd"),
+        stuff_classes=list("stuvw"),
+        thing_dataset_id_to_contiguous_id={5: 0, 6: 1, 7: 2, 8: 3},
+    )
+    MetadataCatalog.get("with_keypoints").set(thing_classes=["person"], keypoint_names=list("abc"))
+    yield
+    MetadataCatalog.remove("with_things_and_stuff")
+    MetadataCatalog.remove("with_keypoints")
+
+
+def predictor_of(config, *overrides, confidence=0.0):
+    torch.manual_seed(0)
+    return Predictor(load_config(config, [*TINY, *overrides]), confidence)
+
+
+@pytest.mark.usefixtures("_datasets")
+def test_models_of_other_kinds_give_what_they_know():
+    found, picture = predictor_of(SHAPES, *SEGMENTOR, "PanopticFPN")(FRAME)
+    assert found and {r["category_id"] for r in found} <= {5, 6, 7, 8}
+    assert all("segmentation" in r and "score" in r for r in found)
+    assert picture.shape == (384, 512, 3)
+    found, picture = predictor_of(SHAPES, *SEGMENTOR, "SemanticSegmentor")(FRAME)
+    masks = sum(mask_util.decode(r["segmentation"]).astype(int) for r in found)
+    assert (masks == np.ones((90, 120))).all()
+    assert {r["category_id"] for r in found} <= set(range(5))
+    found, _ = predictor_of(SHAPES, *KEYPOINTS)(FRAME)
+    assert found and all(len(r["keypoints"]) == 9 for r in found)
+
+
+@pytest.mark.usefixtures("_datasets")
+def test_what_cannot_be_shown_is_one_clear_line():
+    proposals = predictor_of(SHAPES, "MODEL.META_ARCHITECTURE", "ProposalNetwork")
+    with pytest.raises(UserError, match="gives proposals alone; what can be shown is .*instances"):
+        proposals(FRAME)
+    nameless = predictor_of(
+        SHAPES, *SEGMENTOR, "SemanticSegmentor", "DATASETS.TEST", "('shapes_val',)"
+    )
+    with pytest.raises(UserError, match="'shapes_val' has no classes of segmentation"):
+        nameless(FRAME)
+
+
+CLASSIFIER = "classification_shapes_R18_SW.yaml"
+
+
+def test_a_classifier_says_its_best_classes_and_their_scores(dataset, tmp_path):
+    """Against the model on the image as evaluation prepares it, and the pictures' pixels."""
+    cfg = load_config(CLASSIFIER, ["MODEL.DEVICE", "cpu"])
+    torch.manual_seed(0)
+    model = build_model(cfg).eval()
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
+    predict(
+        Namespace(
+            config_file=CLASSIFIER,
+            weights=str(tmp_path / "model.pth"),
+            inputs=[str(dataset / "val"), "MODEL.DEVICE", "cpu"],
+            output=str(tmp_path / "out"),
+            confidence=None,
+        )
+    )
+    found = json.loads((tmp_path / "out/predictions.json").read_text())
+    classes = ["circle", "square", "star", "triangle"]
+    for number, path in enumerate(sorted((dataset / "val").iterdir()), start=1):
+        image = transform(cfg)(Image.open(path).convert("RGB"))
+        with torch.no_grad():
+            scores = model({"image": image[None]})[0].softmax(0)
+        of_image = [r for r in found if r["image_id"] == number]
+        assert [r["category_id"] for r in of_image] == scores.argsort(descending=True).tolist()
+        assert [r["category_name"] for r in of_image] == [
+            classes[r["category_id"]] for r in of_image
+        ]
+        assert sum(r["score"] for r in of_image) == pytest.approx(1, abs=1e-5)
+        assert of_image[0]["score"] == pytest.approx(scores.max().item(), abs=1e-5)
+        assert {r["file_name"] for r in of_image} == {str(path)}
+        picture, plain = cv2.imread(str(tmp_path / "out" / path.name)), cv2.imread(str(path))
+        zoom = picture.shape[0] // plain.shape[0]
+        enlarged = plain.repeat(zoom, axis=0).repeat(zoom, axis=1)
+        written = (picture != enlarged).any(axis=2)
+        assert 0.01 < written.mean() < 0.3
+
+
+def test_a_classifiers_results_are_at_most_five_of_the_confidence_that_is_asked_for():
+    scores = torch.tensor([0.1, 0.3, 0.05, 0.35, 0.12, 0.08])
+    classes = ["a", "b", "c", "d", "ä", "f"]
+    picture = np.zeros((500, 20, 3), dtype=np.uint8)
+    found, _ = classification_results(scores, picture, classes, "letters", 0.0)
+    assert [r["category_name"] for r in found] == ["d", "b", "ä", "a", "f"]
+    found, drawn = classification_results(scores, picture, classes, "letters", 0.3)
+    assert [(r["category_id"], r["category_name"]) for r in found] == [(3, "d"), (1, "b")]
+    assert drawn.shape == picture.shape
+    with pytest.raises(UserError, match="model knows 6 classes, data set 'letters' has 5"):
+        classification_results(scores, picture, classes[:5], "letters", 0.0)
+
+
+def test_standard_error_has_only_lines_for_the_user(dataset, weights, tmp_path):
+    """Of a prediction, and of a run that trains, evaluates and knows a CUDA that does not run."""
+    environment = os.environ | {"CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"DETECTRON2_DATASETS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    generate_shapes(tmp_path / "shapes", "train", 2)
+    generate_shapes(tmp_path / "shapes", "val", 2)
+    common = ["--config", SHAPES, *TINY]
+    training = f"""
+        SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 1 SOLVER.STEPS () INPUT.MIN_SIZE_TRAIN (64,)
+        DATASETS.TRAIN ('shapes_train[:2]',) DATASETS.TEST ('shapes_val[:2]',)
+        MODEL.RPN.POST_NMS_TOPK_TRAIN 20 DATALOADER.NUM_WORKERS 1 OUTPUT_DIR {tmp_path}/run
+    """.split()
+    for command in (
+        ["predict.py", str(dataset / "val"), "--output", str(tmp_path), "--weights", str(weights)],
+        ["train_net.py", *training],
+    ):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / command[0]), *common[:2], *command[1:], *TINY],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line.rpartition("\r")[2] for line in done.stderr.splitlines()]
+        assert [line for line in lines if line and "frames/s]" not in line] == [], command[0]
+        assert "Warning" not in done.stdout
 
 
 def test_the_command_explains_itself_and_fails_in_one_line(tmp_path):

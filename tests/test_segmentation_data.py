@@ -16,6 +16,7 @@ from sw_detectron.data import shapes
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import load_config
 from sw_detectron.engine.optimizer import build_lr_scheduler, build_optimizer
+from sw_detectron.tasks.detection import DetectionTrainer
 from sw_detectron.tasks.segmentation import register_folders, register_shapes_segmentation
 from sw_detectron.tasks.segmentation.data import check_classes, read_labels
 from sw_detectron.tasks.segmentation.drawing import overlay_class_map
@@ -65,6 +66,36 @@ def test_files_that_are_no_label_maps_are_named(tmp_path):
     (tmp_path / "cut.png").write_bytes(b"\x89PNG")
     with pytest.raises(UserError, match=r"cut\.png' cannot be read"):
         read_labels(str(tmp_path / "cut.png"), 3, 255)
+
+
+@pytest.mark.parametrize("ignore", [255, 65535, -1, 1000])
+def test_labels_of_more_than_a_byte_are_what_they_are(tmp_path, ignore):
+    labels = np.array([[0, 299, 43, 299]])
+    path = save(tmp_path / "labels.png", labels.astype(np.uint16))
+    for dtype in (None, int):
+        assert read_labels(path, 300, ignore, dtype).tolist() == labels.tolist()
+    if ignore > 300:
+        ignored = save(
+            tmp_path / "ignored.png", np.where(labels == 43, ignore, labels).astype("<u2")
+        )
+        assert read_labels(ignored, 300, ignore).tolist() == [[0, 299, ignore, 299]]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "named"),
+    [
+        ([0, 300], np.uint16, "value 300"),
+        ([0, 65535], np.uint16, "value 65535"),
+        ([0, -1], np.int32, "value -1"),
+        ([0, 2**30], np.int32, f"value {2**30}"),
+        ([0, 1.5], np.float32, "value 1.5"),
+        ([0, np.nan], np.float32, "value nan"),
+    ],
+)
+def test_values_that_are_no_label_are_named(tmp_path, values, dtype, named):
+    Image.fromarray(np.array([values], dtype=dtype)).save(tmp_path / "labels.tif")
+    with pytest.raises(UserError, match=f"{named}, but there are 300 classes"):
+        read_labels(str(tmp_path / "labels.tif"), 300, 255)
 
 
 # Augmentation
@@ -154,6 +185,48 @@ def test_mapper_reads_and_refuses(tmp_path):
     for is_train in (False, True):
         with pytest.raises(UserError, match=r"40 x 30 pixels, its labels .* 39 x 30"):
             SegmentationMapper(cfg, is_train)(record)
+
+
+@pytest.mark.parametrize(("classes", "ignore"), [(300, 65535), (300, -1), (70_000, 255), (4, -1)])
+def test_labels_of_any_width_are_augmented_like_bytes(tmp_path, classes, ignore):
+    """The same random choices for the same labels, moved to the highest classes."""
+    image, labels = mosaic(120, 150, block=18)
+    files = {name: str(tmp_path / f"{name}.tif") for name in ("image", "bytes", "wide")}
+    Image.fromarray(image).save(files["image"])
+    Image.fromarray(labels).save(files["bytes"])
+    Image.fromarray(labels + np.int32(classes - 4)).save(files["wide"])
+    augmented = {}
+    for name, number, ignored in (("bytes", 4, 255), ("wide", classes, ignore)):
+        options = (
+            f"MODEL.SEM_SEG_HEAD.NUM_CLASSES {number} MODEL.SEM_SEG_HEAD.IGNORE_VALUE {ignored}"
+        )
+        mapper = SegmentationMapper(load_config(CONFIG, options.split()), is_train=True)
+        np.random.seed(3)  # noqa: NPY002  Detectron2's augmentations draw from it
+        record = {"file_name": files["image"], "sem_seg_file_name": files[name]}
+        augmented[name] = mapper(record)["sem_seg"].numpy()
+    expected = augmented["bytes"] + (classes - 4)
+    expected[augmented["bytes"] == 255] = ignore
+    assert augmented["wide"].dtype == np.int64
+    assert {ignore, classes - 1} < set(np.unique(expected))
+    np.testing.assert_array_equal(augmented["wide"], expected)
+
+
+def test_detectors_refuse_label_maps_that_they_would_change(tmp_path):
+    image, labels = mosaic(30, 40, block=10)
+    record = {
+        "file_name": save(tmp_path / "image.png", image),
+        "sem_seg_file_name": save(tmp_path / "labels.png", labels),
+    }
+    cfg = load_config("shapes_mask_rcnn_R18_FPN_SW.yaml", ["INPUT.MIN_SIZE_TRAIN", "(0,)"])
+    mapper = DetectionTrainer.build_mapper(cfg, is_train=True)
+    assert set(np.unique(mapper(record | {"annotations": []})["sem_seg"])) == {0, 1, 2, 3}
+    palette = Image.fromarray(labels, "P")
+    palette.putpalette(PALETTE.ravel().tolist())
+    palette.save(tmp_path / "palette.png")
+    wide = save(tmp_path / "wide.png", labels.astype(np.uint16) + 299)
+    for path, mode in ((str(tmp_path / "palette.png"), "'P'"), (wide, "'I;16'")):
+        with pytest.raises(UserError, match=f"labels '{path}' are of Pillow's mode {mode}"):
+            mapper(record | {"annotations": [], "sem_seg_file_name": path})
 
 
 # Data sets

@@ -1,7 +1,10 @@
 """Norm surgery on ResNets of any make: which layers, and what carries over."""
 
 import copy
+import functools
+import logging
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,6 +13,8 @@ from detectron2.config import get_cfg
 from detectron2.layers import FrozenBatchNorm2d, NaiveSyncBatchNorm, get_norm
 from detectron2.modeling import build_model
 from helpers.he_resnet import HeResNet, randomize_norms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timm.layers import BatchNormAct2d, GroupNormAct
 from torch import nn
 
@@ -306,3 +311,325 @@ def test_an_activation_behind_gn_stays():
     net = timm.create_model("resnet18", norm_layer=GroupNormAct).eval()
     replace_norms(net, "imagenet", only_bn)
     assert net.bn1(torch.randn(2, 64, 4, 4)).min() == 0
+
+
+class Block(nn.Module):
+    """Two convolutions and norms of 16 channels, run in a given order."""
+
+    ORDERS = {
+        "post": "conv1 bn1 relu conv2 bn2",
+        "pre": "bn1 relu conv1 bn2 relu conv2",
+        "relu before": "conv1 relu bn1 conv2 bn2",
+        "norms swapped": "conv1 bn2 relu conv2 bn1",
+        "one norm for both": "conv1 bn1 conv2 bn1",
+        "convolutions swapped": "conv2 bn2 conv1 bn1",
+        "fails": "conv1 bn1 missing",
+    }
+
+    def __init__(self, order):
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(16)
+        self.conv1 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.order = self.ORDERS[order].split()
+
+    def forward(self, x):
+        y = x.clone()
+        for name in self.order:
+            y = getattr(self, name)(y)
+        return x + y
+
+
+class Net(HeResNet):
+    def __init__(self, order, last=False):
+        super().__init__(8)
+        self.layer1 = nn.Sequential(Block(order))
+        if last:
+            self.bn1 = nn.BatchNorm2d(64)
+        self.last = last
+
+    def forward(self, x):
+        x = self.conv1(x)
+        x = x if self.last else self.bn1(x).relu()
+        x = self.layer3(self.layer2(self.layer1(x)))
+        x = self.bn1(x).relu() if self.last else x
+        return self.linear(x.mean(dim=(2, 3)))
+
+
+def snapshot(net):
+    modules = [(name, id(module), module.training) for name, module in net.named_modules()]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()]
+    return (
+        modules,
+        hooks,
+        {k: None if v.is_meta else v.clone() for k, v in net.state_dict().items()},
+    )
+
+
+def check_refused(net, *words, norm="SW", placement="all"):
+    """One line, and nothing has changed: modules, modes, hooks, values."""
+    modules, hooks, state = snapshot(net)
+    with pytest.raises(UserError) as error:
+        replace_norms(net, placement, norm)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+    after = snapshot(net)
+    assert after[:2] == (modules, hooks)
+    same = (v is None or torch.equal(v, after[2][k]) for k, v in state.items())
+    assert list(state) == list(after[2]) and all(same)
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: Net("pre"), ["layer1.0.bn1", "layer1.0.conv1", "pre-activation"]),
+        (lambda: Net("relu before"), ["layer1.0.bn1", "layer1.0.conv1"]),
+        (lambda: Net("norms swapped"), ["layer1.0.bn1", "layer1.0.conv1"]),
+        (lambda: Net("one norm for both"), ["layer1.0.bn1", "alone"]),
+        (lambda: Net("convolutions swapped"), ["layer1.0.conv2 runs before layer1.0.conv1"]),
+        (lambda: Net("fails"), ["layer1.0.bn2", "the run failed", "missing"]),
+        (lambda: Net("post", last=True), ["bn1 has 64 channels", "conv1 gives 16"]),
+        (lambda: timm_net("hrnet_w18_small"), ["HighResolutionNet", "lies outside"]),
+        (lambda: timm_net("resnet26t"), ["layer 1", "conv1.0", "24", "16"]),
+    ],
+    ids=["pre", "relu", "swapped", "shared", "order", "fails", "last", "hrnet", "channels"],
+)
+@pytest.mark.parametrize("meta", [False, True], ids=["cpu", "meta"])
+def test_what_does_not_run_as_its_names_say_is_refused(build, words, meta):
+    net = build()
+    net.layer1.train()
+    net.bn1.eval()
+    check_refused(net.to("meta") if meta else net, *words)
+
+
+def test_one_norm_under_two_names_is_refused():
+    net = HeResNet(8)
+    net.layer1[0].bn2 = net.layer1[0].bn1
+    check_refused(net, "layer1.0.bn1", "alone")
+
+
+def test_types_of_values_that_only_autocast_fits_together():
+    net = HeResNet(8).half()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.float()
+    assert len(replace_norms(net, "all")) == 7
+    assert net.bn1.weight.dtype == torch.float32
+
+
+def test_a_network_that_runs_as_its_names_say_is_taken_whatever_the_order_of_its_attributes():
+    assert len(replace_norms(Net("post"), "all")) == 7
+    with torch.inference_mode():
+        assert len(replace_norms(Net("post"), "all")) == 7
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "seresnet18", "ecaresnetlight", "resnetblur18", "resnext50_32x4d"]
+)
+def test_in_timms_families_a_norm_follows_its_convolution(name):
+    """If a convolution gives zero, so does the input of its norm, and of no other."""
+    net = timm.create_model(name).eval()
+    convs = numbered_convs(net)[:6]
+    norms = {conv.name: net.get_submodule(conv.norm_name) for conv in convs}
+    assert list(replace_norms(net, [conv.number for conv in convs])) == list(norms)
+    zero = []
+    for module in net.modules():  # a norm of nothing gives its β, which must not be nothing again
+        if isinstance(module, (SwitchWhiten2d, nn.BatchNorm2d)):
+            nn.init.ones_(module.bias)
+    for conv in convs:
+        net.get_submodule(conv.norm_name).register_forward_hook(
+            lambda _, x, y, name=conv.name: None if x[0].any() else zero.append(name)
+        )
+    x = torch.randn(1, 3, 64, 64)
+    for conv in convs:
+        weight = conv.module.weight.data
+        conv.module.weight.data = torch.zeros_like(weight)
+        zero.clear()
+        with torch.no_grad():
+            net(x)
+        conv.module.weight.data = weight
+        assert zero == [conv.name]
+
+
+def failing_at(number, error):
+    """A factory that fails when it is called for the n-th time."""
+    calls = []
+
+    def factory(channels):
+        calls.append(channels)
+        if len(calls) == number:
+            raise error
+        return SwitchWhiten2d(channels)
+
+    return factory
+
+
+class Uncopyable(SwitchWhiten2d):
+    def requires_grad_(self, requires_grad=True):
+        raise RuntimeError("no")
+
+
+def test_nothing_changes_where_something_fails():
+    shared = SwitchWhiten2d(16)
+    check_refused(HeResNet(8), "one layer twice", norm=lambda c: shared, placement=[1, 2])
+    check_refused(
+        HeResNet(8),
+        "layer 6",
+        "layer3.0.conv1",
+        "16",
+        norm=lambda c: nn.BatchNorm2d(16),
+        placement=[1, 2, 6],
+    )
+    check_refused(HeResNet(8), "layer 1", "no layer", norm="")
+    check_refused(HeResNet(8), "layer 1", "no layer", norm=lambda c: None)
+    check_refused(HeResNet(8), "layer 2", "bad", norm=failing_at(2, ValueError("bad")))
+    check_refused(HeResNet(8), "unknown norm 'SWc'", "SWb", norm="SWc")
+    check_refused(HeResNet(8), "weight has 2 values", norm=lambda c: nn.LayerNorm((2,)))
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), RuntimeError("mine"), OSError("mine")])
+def test_an_error_of_a_users_factory_stays_what_it_is(error):
+    net = HeResNet(8)
+    before = snapshot(net)[:2]
+    with pytest.raises(type(error)) as raised:
+        replace_norms(net, "all", failing_at(3, error))
+    assert raised.value is error
+    assert snapshot(net)[:2] == before
+
+
+def test_a_failure_while_state_carries_over_changes_nothing():
+    net = HeResNet(8)
+    net.conv1.requires_grad_(False)
+    net.bn1.requires_grad_(False)
+    before = snapshot(net)[:2]
+
+    def factory(channels):  # the first layer is frozen, which fails
+        return (Uncopyable if channels == 16 else SwitchWhiten2d)(channels)
+
+    with pytest.raises(RuntimeError, match="no"):
+        replace_norms(net, [6, 1], factory)
+    assert snapshot(net)[:2] == before
+
+
+def one_norm_net(norm):
+    """A network whose first norm, of 32 channels, is given; the others are BN."""
+    net = HeResNet(8)
+    net.conv1, net.bn1 = nn.Conv2d(3, 32, 3, padding=1), norm
+    net.layer1 = nn.Sequential()
+    net.layer2[0].conv1 = nn.Conv2d(32, 32, 3, stride=2, padding=1)
+    net.layer2[0].forward = lambda x: x[:, :, ::2, ::2]
+    return net
+
+
+def learned(layer):
+    """Random values for all that a layer has; a diagonal set keeps a stale rest of its own."""
+    torch.manual_seed(1)
+    layer = layer.double()
+    for value in layer.parameters():
+        nn.init.normal_(value)
+    layer.running_mean.normal_()
+    factor = torch.randn(*layer.running_cov.shape, dtype=torch.float64)
+    layer.running_cov.copy_(factor @ factor.mT)
+    return layer.eval()
+
+
+def swap(old, new):
+    net = one_norm_net(old)
+    assert replace_norms(net, [1], lambda c: new) == {"conv1": old}
+    assert net.bn1 is new
+    return new
+
+
+SETS = [("bw",), ("bw", "iw"), ("bn", "in", "ln"), ("bw", "iw", "bn", "in", "ln")]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 4, 8, 16, 32])] * 2),
+    sets=st.tuples(*[st.sampled_from(SETS)] * 2),
+    ties=st.tuples(st.booleans(), st.booleans()),
+)
+def test_sw_to_sw_keeps_all_that_the_new_layer_has_a_place_for(sizes, sets, ties):
+    old = learned(SwitchWhiten2d(32, sizes[0], sets[0], tie_weight=ties[0]))
+    new = swap(old, SwitchWhiten2d(32, sizes[1], sets[1], tie_weight=ties[1]))
+    assert torch.equal(new.weight, old.weight) and torch.equal(new.bias, old.bias)
+    assert torch.equal(new.running_mean.flatten(), old.running_mean.flatten())
+    covariance = np.zeros((32, 32))
+    diagonal = sets[0] == ("bn", "in", "ln")
+    for i in range(32):
+        for j in range(32):
+            known = i == j or (i // sizes[0] == j // sizes[0] and not diagonal)
+            if known and i // sizes[1] == j // sizes[1]:
+                block = old.running_cov[i // sizes[0]]
+                covariance[i, j] = block[i % sizes[0], j % sizes[0]]
+    blocks = [covariance[k : k + sizes[1], k : k + sizes[1]] for k in range(0, 32, sizes[1])]
+    assert np.array_equal(new.running_cov.numpy(), np.stack(blocks))
+    if sets[0] == sets[1]:
+        assert new.importance()["mean"] == old.importance()["mean"]
+        if ties[0] or not ties[1]:
+            assert new.importance() == old.importance()
+    else:
+        assert torch.equal(new.sw_mean_weight, torch.ones(len(sets[1])))
+
+
+@pytest.mark.parametrize("statistics", SETS)
+def test_sw_to_the_same_sw_computes_the_same(statistics):
+    old = learned(SwitchWhiten2d(32, 16, statistics, whitening="eigh"))
+    new = swap(old, SwitchWhiten2d(32, 16, statistics, whitening="eigh"))
+    x = torch.randn(2, 32, 6, 6, dtype=torch.float64)
+    assert torch.equal(new(x), old(x))
+
+
+def test_sw_to_bn_gives_its_diagonal_and_back():
+    old = learned(SwitchWhiten2d(32, 8, ("bn",)))
+    bn = swap(old, nn.BatchNorm2d(32))
+    assert torch.equal(bn.running_var, old.running_cov.diagonal(dim1=1, dim2=2).flatten())
+    x = torch.randn(2, 32, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(bn(x), old(x))  # float64's default tolerance
+    whole = learned(SwitchWhiten2d(32, 8))
+    frozen = swap(whole, FrozenBatchNorm2d(32))
+    assert torch.equal(frozen.running_var, whole.running_cov.diagonal(dim1=1, dim2=2).flatten())
+    back = swap(bn, SwitchWhiten2d(32, 16, ("bn",)))
+    torch.testing.assert_close(back(x), old(x))
+
+
+def test_what_the_new_layer_has_no_place_for_is_told(caplog):
+    new_set = functools.partial(swap, learned(SwitchWhiten2d(32, statistics=("bw", "iw"))))
+    cases = [
+        (SwitchWhiten2d(32, statistics=("bw",)), "importance weights of bw, iw became initial"),
+        (SwitchWhiten2d(32, tie_weight=True), "tied"),
+        (nn.InstanceNorm2d(32), "γ or β has no place in InstanceNorm2d"),
+    ]
+    for new, words in cases:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            new_set(new)
+        assert words in caplog.text and "conv1" in caplog.text
+        assert len(caplog.records) == 1
+    caplog.clear()
+    swap(nn.BatchNorm2d(32), nn.InstanceNorm2d(32))  # γ = 1 and β = 0
+    swap(learned(SwitchWhiten2d(32)), SwitchWhiten2d(32))
+    assert not caplog.records
+
+
+def test_what_is_frozen_or_does_not_learn_stays_so():
+    old = learned(SwitchWhiten2d(32)).freeze()
+    assert swap(old, SwitchWhiten2d(32)).frozen  # its convolution learns
+    old = learned(SwitchWhiten2d(32))
+    old.sw_mean_weight.requires_grad_(False)
+    new = swap(old, SwitchWhiten2d(32))
+    assert not new.sw_mean_weight.requires_grad and new.sw_var_weight.requires_grad
+
+
+def test_an_activation_is_applied_once_on_the_way_back():
+    net = timm.create_model(
+        "resnet18", norm_layer=lambda c, **kwargs: BatchNormAct2d(c, act_layer=nn.GELU, **kwargs)
+    ).eval()
+    randomize_norms(net)
+    z = torch.randn(2, 64, 4, 4)
+    expected = net.bn1(z)
+    replace_norms(net, [1], only_bn)
+    replace_norms(net, [1], lambda c: BatchNormAct2d(c))
+    torch.testing.assert_close(net.bn1(z), expected, rtol=1e-5, atol=1e-5)

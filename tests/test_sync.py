@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import reference
-from helpers.ranks import spawn
+from helpers.ranks import Counter, spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -204,31 +204,6 @@ def test_training_equals_one_process(world_size, tmp_path):
                 torch.testing.assert_close(actual, value, rtol=0, atol=1e-10)
         for key, value in accumulated.items():
             torch.testing.assert_close(result["no_sync"][key], value, rtol=0, atol=1e-10)
-
-
-class Counter:
-    """Counts the collectives and their bytes while it is entered."""
-
-    NAMES = ("all_gather", "all_reduce", "broadcast", "reduce", "all_gather_into_tensor")
-
-    def __enter__(self):
-        self.calls = []
-        self.original = {name: getattr(dist, name) for name in self.NAMES}
-        for name, function in self.original.items():
-            setattr(dist, name, self.counting(name, function))
-        return self
-
-    def counting(self, name, function):
-        def counted(*args, **kwargs):
-            tensor = args[1] if name == "all_gather" else args[0]
-            self.calls.append((name, tensor.numel() * tensor.element_size()))
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *_):
-        for name, function in self.original.items():
-            setattr(dist, name, function)
 
 
 def collectives(rank, world_size):

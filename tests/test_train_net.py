@@ -253,7 +253,6 @@ def test_an_interrupted_run_ends_in_silence_and_can_be_resumed(datasets, tmp_pat
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in out + err
-    assert err.strip().splitlines()[-1].endswith("train_net.py: interrupted")
     assert (tmp_path / (tmp_path / "last_checkpoint").read_text()).exists()
 
 

@@ -141,7 +141,6 @@ def test_several_processes_are_interrupted_together(datasets, tmp_path):
     ranks = children(parent.pid)
     parent.send_signal(signal.SIGINT)  # a terminal would send it to all of them
     assert parent.wait(timeout=60) == 130
-    assert log.read_text().strip().splitlines()[-1].endswith("train_net.py: interrupted")
     assert "Traceback" not in log.read_text()
     assert "broadcast_buffers" not in log.read_text()
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

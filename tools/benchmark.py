@@ -4,15 +4,24 @@
 import argparse
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterable
 
 # PyTorch's profiler, which watches the memory on a CPU, would announce its every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 
-from sw_detectron import benchmark
+from sw_detectron.benchmark import arguments
+from sw_detectron.benchmark.backends import WHITENING_METHODS
+from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
+from sw_detectron.benchmark.host import benchmark_host
+from sw_detectron.benchmark.layers import DEFAULT_SETS, benchmark_layers
+from sw_detectron.benchmark.models import MODELS, benchmark_models
+from sw_detectron.benchmark.operations import Growth, measure_growth
+from sw_detectron.benchmark.results import Result, results_table, write_results
+from sw_detectron.cli import make_parser, output_folder, positive, run, subset_of
 from sw_detectron.errors import UserError
+from sw_detectron.layers import STATISTICS
 
 EXAMPLES = """
 examples:
@@ -35,6 +44,9 @@ examples:
   a training step of segmentation with seven SW layers and with fourteen:
     %(prog)s models --model semantic
 
+  what a layer costs before there is anything to compute:
+    %(prog)s host
+
   does the number of operations grow as the paper says?
     %(prog)s flops
 
@@ -43,77 +55,76 @@ parentheses are their quartiles.
 """
 
 
-def layers(args: argparse.Namespace) -> list[benchmark.Result]:
-    device = benchmark.find_device(args.device)
+def layers(args: argparse.Namespace, device: torch.device) -> list[Result]:
     batch = args.batch or (64 if device.type == "cuda" else 8)
-    return benchmark.benchmark_layers(
-        benchmark.parse_shapes(args.shapes, batch),
+    return benchmark_layers(
+        arguments.parse_shapes(args.shapes, batch),
         device,
-        benchmark.DTYPES[args.dtype],
-        memory_formats(args),
-        [benchmark.parse_statistics(text) for text in args.statistics or DEFAULT_STATISTICS],
-        benchmark.WHITENING_METHODS if args.whitening == "both" else [args.whitening],
+        arguments.DTYPES[args.dtype],
+        all_or_one(arguments.MEMORY_FORMATS, args.memory_format),
+        args.statistics or DEFAULT_SETS,
+        all_or_one(WHITENING_METHODS, args.whitening),
         args.num_pergroup,
         args.rounds,
         args.warmup,
     )
 
 
-def models(args: argparse.Namespace) -> list[benchmark.Result]:
-    return benchmark.benchmark_models(
-        benchmark.MODELS if args.model == "all" else [args.model],
-        benchmark.find_device(args.device),
+def models(args: argparse.Namespace, device: torch.device) -> list[Result]:
+    return benchmark_models(
+        all_or_one(MODELS, args.model),
+        device,
         args.batch,
-        benchmark.parse_size(args.size) if args.size else None,
-        memory_formats(args),
+        arguments.parse_size(args.size) if args.size else None,
+        all_or_one(arguments.MEMORY_FORMATS, args.memory_format),
         args.amp,
         args.rounds,
         args.warmup,
     )
 
 
-def flops(args: argparse.Namespace) -> list[benchmark.Growth]:
-    return benchmark.measure_growth()
+def host(args: argparse.Namespace, device: torch.device) -> list[Result]:
+    return benchmark_host(
+        device,
+        args.statistics or DEFAULT_SETS,
+        all_or_one(WHITENING_METHODS, args.whitening),
+        args.num_pergroup,
+        args.rounds,
+        args.warmup,
+    )
 
 
-DEFAULT_STATISTICS = ("bw,iw", "bw,iw,bn,in,ln")
+def flops(args: argparse.Namespace, device: torch.device) -> list[Growth]:
+    return measure_growth()
 
 
-def memory_formats(args: argparse.Namespace) -> list[str]:
-    both = args.memory_format == "both"
-    return list(benchmark.MEMORY_FORMATS) if both else [args.memory_format]
+def all_or_one(names: Iterable[str], chosen: str) -> list[str]:
+    return list(names) if chosen in ("both", "all") else [chosen]
 
 
 def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
-    output = Path(args.output)
+    output = output_folder(args.output)  # before hours of work, not after
+    device = arguments.find_device(args.device)
     try:
-        output.mkdir(parents=True, exist_ok=True)  # before hours of work, not after
-    except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror}") from None
-    results = args.run(args)
-    growing = args.run is flops
-    print(benchmark.growth_table(results) if growing else benchmark.results_table(results))
-    machine = benchmark.describe_machine(benchmark.find_device(args.device))
+        results = args.run(args, device)
+    except torch.cuda.OutOfMemoryError:
+        raise UserError("the GPU's memory does not suffice; try a smaller --batch") from None
+    print(results_table(results))
+    figure = growth_figure(results) if args.run is flops else ratio_figure(results)
     settings = {key: value for key, value in vars(args).items() if key != "run"}
-    benchmark.write_results(output, args.benchmark, results, settings, machine)
+    write_results(output, args.benchmark, results, figure, settings, device)
     print(f"\n{output}/results.json: the numbers\n{output}/{args.benchmark}.png: their picture")
-    if growing and not all(growth.agrees for growth in results):
+    if args.run is flops and not all(growth.agrees for growth in results):
         sys.exit(f"{sys.argv[0]}: the growth contradicts O(N C G max(HW, G))")
 
 
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
-    style = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    top = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, **style)
-    commands = top.add_subparsers(dest="benchmark", required=True, metavar="layers|models|flops")
+    top = make_parser(__doc__, EXAMPLES)
+    commands = top.add_subparsers(
+        dest="benchmark", required=True, metavar="layers|models|host|flops"
+    )
 
     one = add_command(commands, layers, "time and memory of normalization layers")
     one.add_argument(
@@ -127,37 +138,19 @@ def parser() -> argparse.ArgumentParser:
         help="images in the shapes of --shapes imagenet (default: 8, on a GPU 64)",
     )
     one.add_argument(
-        "--statistics",
-        action="append",
-        metavar="SET",
-        help="a set of SW, such as bw,iw; may be given several times "
-        f"(default: {' and '.join(DEFAULT_STATISTICS)})",
-    )
-    one.add_argument(
-        "--whitening",
-        choices=[*benchmark.WHITENING_METHODS, "both"],
-        default="both",
-        help="how SW takes the inverse square root (default: %(default)s)",
-    )
-    one.add_argument(
-        "--num-pergroup",
-        type=positive,
-        default=16,
-        metavar="G",
-        help="channels that SW whitens together (default: %(default)s)",
-    )
-    one.add_argument(
         "--dtype",
-        choices=list(benchmark.DTYPES),
+        choices=list(arguments.DTYPES),
         default="float32",
         help="of the inputs; parameters are float32 (default: %(default)s)",
     )
-    add_timing_flags(one)
+    add_sw_flags(one)
+    add_format_flags(one)
+    add_round_flags(one)
 
     two = add_command(commands, models, "training steps of whole networks, with SW and without")
     two.add_argument(
         "--model",
-        choices=[*benchmark.MODELS, "all"],
+        choices=[*MODELS, "all"],
         default="all",
         help="the network (default: %(default)s)",
     )
@@ -174,19 +167,24 @@ def parser() -> argparse.ArgumentParser:
         "semantic, on a GPU 224, 800x1216 and 713)",
     )
     two.add_argument("--amp", action="store_true", help="autocast to bfloat16")
-    add_timing_flags(two)
+    add_format_flags(two)
+    add_round_flags(two)
+
+    three = add_command(commands, host, "what a layer costs where there is nothing to compute")
+    add_sw_flags(three)
+    add_round_flags(three)
 
     add_command(commands, flops, "how the number of operations grows with N, C, G and HW")
     return top
 
 
-def add_command(commands, run, summary: str) -> argparse.ArgumentParser:
+def add_command(commands, function, summary: str) -> argparse.ArgumentParser:
     """A sub-command with the flags that all of them have."""
-    command = commands.add_parser(run.__name__, help=summary, description=summary)
-    command.set_defaults(run=run)
+    command = commands.add_parser(function.__name__, help=summary, description=summary)
+    command.set_defaults(run=function)
     command.add_argument(
         "--output",
-        default=f"output/benchmark/{run.__name__}",
+        default=f"output/benchmark/{function.__name__}",
         metavar="DIR",
         help="folder of results.json and of the picture (default: %(default)s)",
     )
@@ -195,10 +193,34 @@ def add_command(commands, run, summary: str) -> argparse.ArgumentParser:
     return command
 
 
-def add_timing_flags(command: argparse.ArgumentParser) -> None:
+def add_sw_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--statistics",
+        action="append",
+        type=subset_of(STATISTICS),
+        metavar="SET",
+        help="a set of SW, such as bw,iw; may be given several times "
+        f"(default: {' and '.join(map(','.join, DEFAULT_SETS))})",
+    )
+    command.add_argument(
+        "--whitening",
+        choices=[*WHITENING_METHODS, "both"],
+        default="both",
+        help="how SW takes the inverse square root (default: %(default)s)",
+    )
+    command.add_argument(
+        "--num-pergroup",
+        type=positive,
+        default=16,
+        metavar="G",
+        help="channels that SW whitens together (default: %(default)s)",
+    )
+
+
+def add_format_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--memory-format",
-        choices=[*benchmark.MEMORY_FORMATS, "both"],
+        choices=[*arguments.MEMORY_FORMATS, "both"],
         default="contiguous",
         help="of feature maps (default: %(default)s)",
     )
@@ -209,6 +231,9 @@ def add_timing_flags(command: argparse.ArgumentParser) -> None:
         const="channels_last",
         help="short for --memory-format channels_last",
     )
+
+
+def add_round_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--rounds", type=positive, default=25, help="rounds that count (default: %(default)s)"
     )
@@ -221,9 +246,4 @@ def add_timing_flags(command: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser().parse_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
-    except torch.cuda.OutOfMemoryError:
-        sys.exit(f"{sys.argv[0]}: error: the GPU's memory does not suffice; try a smaller --batch")
+    run(main, parser().parse_args())

@@ -2,10 +2,10 @@
 """Draw the curves of several runs into one picture, with what their SW layers chose on average."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from sw_detectron.analysis import comparison_figure, read_metrics, save_figure
+from sw_detectron.cli import make_parser, run
 from sw_detectron.errors import UserError
 
 EXAMPLES = """
@@ -22,7 +22,7 @@ A run is a folder with metrics.json or event files. Its curve has the folder's n
 
 
 def main(args: argparse.Namespace) -> None:
-    runs = {Path(run).resolve().name: read_metrics(run) for run in args.runs}
+    runs = {Path(folder).resolve().name: read_metrics(folder) for folder in args.runs}
     if len(runs) < len(args.runs):
         raise UserError("two runs have folders of the same name: rename one")
     output = Path(args.output)
@@ -33,11 +33,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--metrics",
@@ -51,7 +47,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser().parse_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+    run(main, parser().parse_args())

@@ -3,15 +3,13 @@
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
-from tabulate import tabulate
-
-from sw_detectron.checkpoint.convert import Conversion, Images, convert_checkpoint
+from sw_detectron.checkpoint.convert import Images, convert_checkpoint
 from sw_detectron.checkpoint.sources import SOURCES
 from sw_detectron.checkpoint.writing import FORMATS, check_destination, write_checkpoint
-from sw_detectron.errors import UserError
+from sw_detectron.cli import make_parser, positive, run, subset_of
+from sw_detectron.layers import STATISTICS
 from sw_detectron.layers.functional import WHITENING_METHODS
 from sw_detectron.modeling import PLACEMENTS
 
@@ -48,33 +46,21 @@ def main(args: argparse.Namespace) -> None:
         num_pergroup=args.num_pergroup,
         whitening=args.whitening,
         images=Images(args.calibrate, args.num_images) if args.calibrate else None,
-        start_as_bn=args.warm_start,
+        warm_start=args.warm_start,
         keep_classifier=args.keep_classifier,
     )
     # A bare backbone is to be found in a detector, where its names have a prefix.
     write_checkpoint(
-        destination, conversion.model, output_format, matching_heuristics=not conversion.is_detector
+        destination,
+        conversion.model,
+        output_format,
+        matching_heuristics=not conversion.is_detector,
+        facts=conversion.facts,
     )
-    print(report(conversion))
+    print(conversion.report())
     print(f"\nconfig for {destination}:")
     for key, value in ({"MODEL.WEIGHTS": str(destination)} | conversion.config).items():
         print(f"  {key} {shlex.quote(str(value))}")
-
-
-def report(conversion: Conversion) -> str:
-    """What was done, as a table and a line for each thing to know."""
-    kind = "detector" if conversion.is_detector else "backbone"
-    lines = [f"source: {conversion.source}, a {kind}", ""]
-    if conversion.placed:
-        rows = [(row.number, row.name, row.before, "->", row.after) for row in conversion.placed]
-        headers = ["number", "module", "before", "", "after"]
-        lines += [tabulate(rows, headers=headers, tablefmt="simple"), ""]
-    else:
-        lines += ["no layer was placed", ""]
-    lines += [f"not used: {name}" for name in conversion.unused]
-    lines += [f"left out: {name}" for name in conversion.left_out]
-    lines += [f"note: {note}" for note in conversion.notes]
-    return "\n".join(lines).rstrip("\n")
 
 
 def placement(text: str) -> str | list[int]:
@@ -88,19 +74,8 @@ def placement(text: str) -> str | list[int]:
     return [int(part) for part in parts]
 
 
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = make_parser(__doc__, EXAMPLES)
     result.add_argument("checkpoint", metavar="SRC", help="the checkpoint to convert")
     result.add_argument("destination", metavar="DST", help="the file to write, .pkl or .pth")
     result.add_argument(
@@ -117,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--statistics",
-        type=lambda text: text.split(","),
-        default=[],
+        type=subset_of(STATISTICS),
+        default=(),
         metavar="SET",
         help="the set of statistics, such as bw,iw,bn (default: what --norm says)",
     )
@@ -166,7 +141,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
-        main(parser().parse_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+    run(main, parser().parse_args())

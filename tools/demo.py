@@ -4,6 +4,7 @@
 import argparse
 from pathlib import Path
 
+from sw_detectron.cli import make_parser
 from sw_detectron.engine import launch, train_or_evaluate
 from sw_detectron.report import plot_training_curves
 from sw_detectron.tasks.detection.drawing import draw_predictions
@@ -28,7 +29,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--output", default="output/demo", help="folder (default: %(default)s)")
     args = parser.parse_args()
     args.config_file, args.opts = CONFIG, ["OUTPUT_DIR", args.output]

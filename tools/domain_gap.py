@@ -2,17 +2,17 @@
 """Measure how far apart the layers of a network see two sets of images."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from tabulate import tabulate
 
-from sw_detectron.analysis import (
-    domain_gap,
-    domain_gap_figure,
-    layer_features,
-    make_folder,
-    save_result,
+from sw_detectron.analysis import domain_gap, domain_gap_figure, layer_features, save_result
+from sw_detectron.cli import (
+    add_config_argument,
+    add_overrides_argument,
+    make_parser,
+    output_folder,
+    run,
 )
 from sw_detectron.engine import add_image_arguments, batches_of, load_model
 from sw_detectron.errors import UserError
@@ -34,15 +34,15 @@ sets of one distribution, up to the noise of the finite number of images.
 
 
 def main(args: argparse.Namespace) -> None:
-    if len(args.config) != len(args.weights):
+    if len(args.config_file) != len(args.weights):
         raise UserError(
-            f"--config is given {len(args.config)} and --weights {len(args.weights)} times; "
+            f"--config is given {len(args.config_file)} and --weights {len(args.weights)} times; "
             "each network needs both"
         )
-    output = make_folder(args.output)
+    output = output_folder(args.output)
     gaps = {}
-    names = names_of_networks(args.config, args.weights)
-    for config, weights in zip(args.config, args.weights):
+    names = names_of_networks(args.config_file, args.weights)
+    for config, weights in zip(args.config_file, args.weights):
         cfg, model = load_model(config, weights, args.opts)
         features = {}
         for folder in (args.source, args.target):
@@ -69,24 +69,17 @@ def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, EXAMPLES)
+    add_config_argument(parser, action="append")
     add = parser.add_argument
-    add("--config", action="append", required=True, metavar="FILE", help="path or bare name")
     add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
     add("--source", required=True, metavar="DIR", help="folder of images, at least two")
     add("--target", required=True, metavar="DIR", help="folder of images, at least two")
     add("--output", required=True, metavar="DIR", help="folder of the results")
     add_image_arguments(parser, num_images=200)
-    add("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config's keys")
+    add_overrides_argument(parser)
     return parser
 
 
 if __name__ == "__main__":
-    try:
-        main(parser().parse_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+    run(main, parser().parse_args())

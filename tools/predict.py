@@ -1,11 +1,10 @@
 #!/usr/bin/env python
-"""Detect objects in images and videos, and draw them."""
+"""Detect objects in images and videos, segment or classify them, and draw the results."""
 
 import argparse
-import sys
 
+from sw_detectron.cli import add_config_argument, fraction, make_parser, run
 from sw_detectron.engine.prediction import predict
-from sw_detectron.errors import UserError
 
 EXAMPLES = """
 examples:
@@ -17,31 +16,14 @@ examples:
     %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
         holiday/ --output output/pictures --confidence 0.3 MODEL.DEVICE cpu
 
-predictions.json in the folder of the output holds the results in COCO's format.
+predictions.json in the folder of the output holds the results in COCO's format. Files that cannot
+be read are named and left out, and the exit status is then 1.
 """
 
 
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError
-    return value
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--config",
-        "--config-file",
-        dest="config_file",
-        metavar="FILE",
-        required=True,
-        help="path of a config, or the bare name of one that comes with the package",
-    )
+def parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__, EXAMPLES)
+    add_config_argument(parser)
     parser.add_argument("--weights", metavar="FILE", help="(default: the config's MODEL.WEIGHTS)")
     parser.add_argument(
         "inputs",
@@ -54,10 +36,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--confidence",
         type=fraction,
-        default=0.5,
-        help="lowest score, 0 to 1, of the objects to show and to write (default: %(default)s)",
+        help="lowest score, 0 to 1, of what to show and to write (default: 0.5 for objects, 0 for "
+        "the five best classes of a classifier)",
     )
-    try:
-        predict(parser.parse_intermixed_args())
-    except UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+    return parser
+
+
+if __name__ == "__main__":
+    run(predict, parser().parse_intermixed_args())

@@ -19,11 +19,12 @@ from .importance_figures import (
     final_ratios_figure,
     importance_curves_figure,
 )
+from .importance_results import save_importance
 from .metrics import read_metrics
 from .mmd import median_distance, squared_mmd
-from .results import make_folder, save_result
+from .results import save_result
 from .whitening import Whiteness, whiteness, whitening_report
-from .whitening_summary import whitening_figure, whitening_table
+from .whitening_summary import save_whitening, whitening_figure, whitening_table
 
 __all__ = [
     "Importance",
@@ -38,12 +39,13 @@ __all__ = [
     "importance_curves_figure",
     "importance_ratios",
     "layer_features",
-    "make_folder",
     "median_distance",
     "read_importance",
     "read_metrics",
     "save_figure",
+    "save_importance",
     "save_result",
+    "save_whitening",
     "squared_mmd",
     "whiteness",
     "whitening_figure",

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
+from ..modeling.observing import in_evaluation, observed
 from ..modeling.placement import find_resnet, norm_of, numbered_convs
 from .drawing import PALETTE, label_layers, layers_width, shorten, style_axes
 from .mmd import RELATIVE_BANDWIDTHS, median_distance, squared_mmd
@@ -37,27 +38,18 @@ def layer_features(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Ten
         UserError: there is not one ResNet in the model.
     """
     _, resnet = find_resnet(model)
-    features: dict[str, list[Tensor]] = {}
-    handles = []
-    for conv in numbered_convs(resnet):
-        features[conv.name] = collected = []
+    convs = numbered_convs(resnet)
+    # The convolution itself, if it has no norm, is what the next layer sees.
+    layers = {conv.name: norm_of(resnet, conv) or conv.module for conv in convs}
+    features: dict[str, list[Tensor]] = {name: [] for name in layers}
 
-        def keep(module, args, output, collected=collected):
-            collected.append(adaptive_avg_pool2d(output.float(), GRID).flatten(1).cpu())
+    def keep(name: str, _: Tensor, output: Tensor) -> None:
+        features[name].append(adaptive_avg_pool2d(output.float(), GRID).flatten(1).cpu())
 
-        # The convolution itself, if it has no norm, is what the next layer sees.
-        norm = norm_of(resnet, conv) or conv.module
-        handles.append(norm.register_forward_hook(keep))
     device = next(resnet.parameters()).device
-    training = resnet.training
-    resnet.eval()
-    try:
+    with in_evaluation(resnet), observed(layers, keep):
         for batch in batches:
             resnet(batch.to(device))
-    finally:
-        resnet.train(training)
-        for handle in handles:
-            handle.remove()
     return {name: torch.cat(collected) for name, collected in features.items() if collected}
 
 

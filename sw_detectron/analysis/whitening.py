@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from ..layers.inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
-from ..layers.mixing import OF_BATCH, WHITENING, mix
+from ..layers.mixing import mix
+from ..modeling.observing import in_evaluation, observed
 from ..modeling.summary import sw_layers
 
 MOST_ITERATIONS = 12
@@ -79,8 +80,7 @@ def whiteness(layer: SwitchWhiten2d, x: Tensor) -> Whiteness:
     centred = pixels - mean[..., None]
     cov = centred @ centred.mT / pixels.shape[-1]
     mixed_cov = _mixed_covariance(layer, mean, cov)
-    diagonal = not WHITENING & set(layer.statistics)
-    newton = layer.whitening == "newton" and not diagonal
+    newton = layer.whitening == "newton" and layer.whitens
 
     exact = eigh_inverse_sqrt(mixed_cov, floor=layer.eps)
     roots = [newton_inverse_sqrt(mixed_cov, t) for t in range(1, MOST_ITERATIONS + 1)]
@@ -98,7 +98,7 @@ def whiteness(layer: SwitchWhiten2d, x: Tensor) -> Whiteness:
         group_correlation=_group_correlation(output, size),
         residual=_residual(used, mixed_cov),
         deviation=_norm(used - exact) / _norm(exact),
-        residuals=torch.full_like(residuals, torch.nan) if diagonal else residuals,
+        residuals=residuals if layer.whitens else torch.full_like(residuals, torch.nan),
     )
 
 
@@ -121,22 +121,14 @@ def whitening_report(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, W
     backbone = getattr(model, "backbone", model)
     layers = {row.name: row.layer for row in sw_layers(model)}
     found: dict[str, list[Whiteness]] = {name: [] for name in layers}
-    handles = [
-        layer.register_forward_pre_hook(
-            lambda module, args, name=name: found[name].append(whiteness(module, args[0]))
-        )
-        for name, layer in layers.items()
-    ]
     device = next(backbone.parameters()).device
-    training = model.training
-    model.eval()
-    try:
+
+    def measure(name: str, x: Tensor, _: Tensor) -> None:
+        found[name].append(whiteness(layers[name], x))
+
+    with in_evaluation(model), observed(layers, measure):
         for batch in batches:
             backbone(batch.to(device))
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
     report = {name: _join(parts) for name, parts in found.items() if parts}
     if not report:
         raise UserError("nothing to report: the model's backbone has no SW layer")
@@ -149,10 +141,8 @@ def _mixed_covariance(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> Tenso
     Args:
         mean, cov: (N, g, G) and (N, g, G, G), of each sample.
     """
-    statistics = set(layer.statistics)
-    diagonal = not WHITENING & statistics
     batch_mean, batch_cov = layer.running_mean[..., 0].double(), layer.running_cov.double()
-    if diagonal:
+    if not layer.whitens:
         cov, batch_cov = (c.diagonal(dim1=-2, dim2=-1) for c in (cov, batch_cov))
     var_weight = layer.sw_mean_weight if layer.sw_var_weight is None else layer.sw_var_weight
     _, mixed = mix(
@@ -161,12 +151,12 @@ def _mixed_covariance(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> Tenso
         var_weight.double().softmax(0),
         mean,
         cov,
-        batch_mean if OF_BATCH & statistics else None,
-        batch_cov if OF_BATCH & statistics else None,
+        batch_mean if layer.uses_batch else None,
+        batch_cov if layer.uses_batch else None,
         layer.eps,
     )
     mixed = mixed.expand(len(mean), *mixed.shape[1:])
-    return mixed.diag_embed() if diagonal else mixed
+    return mixed if layer.whitens else mixed.diag_embed()
 
 
 def _residual(root: Tensor, cov: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The table and the figure of a whitening report."""
+"""The table, the figure and the files of a whitening report."""
+
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -7,9 +9,21 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from .drawing import PALETTE, label_layers, layers_width, style_axes
+from .results import save_result
 from .whitening import ENOUGH, MOST_ITERATIONS, Whiteness
 
 _COLORED = (1e-3, 1.0)  # residuals
+
+_COLUMNS = (
+    "layer",
+    "image",
+    "condition",
+    "residual",
+    "deviation",
+    "input_correlation",
+    "correlation",
+    "group_correlation",
+)
 
 LEGEND = f"""medians over images and groups, in evaluation mode, before γ and β
 condition   λ_max / λ_min of the mixed covariance Σ̂
@@ -43,6 +57,17 @@ def whitening_table(report: dict[str, Whiteness]) -> str:
     headers = [*headers.split("|"), f"T for {ENOUGH:.0%}"]
     table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
     return f"{table}\n\n{LEGEND}"
+
+
+def save_whitening(folder: Path, report: dict[str, Whiteness]) -> None:
+    """Write whitening.png, .svg and .csv, which has a row for each layer and image; condition,
+    residual and deviation there are those of the worst group."""
+    rows = []
+    for name, layer in report.items():
+        worst = [t.amax(dim=1) for t in (layer.condition, layer.residual, layer.deviation)]
+        columns = [*worst, layer.input_correlation, layer.correlation, layer.group_correlation]
+        rows += [(name, i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns)))]
+    save_result(folder, "whitening", whitening_figure(report), _COLUMNS, rows)
 
 
 def whitening_figure(report: dict[str, Whiteness]) -> Figure:

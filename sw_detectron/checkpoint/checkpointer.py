@@ -1,59 +1,89 @@
 """Detectron2's checkpointer with whole-or-nothing writes and readable errors."""
 
 import os
+from collections.abc import Collection
 
-import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from torch import nn
 
 from ..errors import UserError
+from ..files import written_whole
+from .facts import FACTS_KEY, contradictions, facts_in, facts_of, facts_of_source
 from .reading import read_file, weights_in
+from .sources import find_backbone, plain_name, without_wrappers
+from .writing import save_pth
 
 
 class Checkpointer(DetectionCheckpointer):
     """A `DetectionCheckpointer` that a killed process cannot leave with a broken checkpoint.
 
-    A checkpoint of an `ImageClassifier` gives any other model its backbone.
+    A classifier's checkpoint (a backbone and a linear layer) gives any other model its backbone.
+
+    Args:
+        model, save_dir, kwargs: as in Detectron2.
+        cfg: the run's config, which the checkpoints that are loaded are to fit; None if there is
+            none.
     """
+
+    def __init__(
+        self, model: nn.Module, save_dir: str = "", *, cfg: CfgNode | None = None, **kwargs
+    ):
+        super().__init__(model, save_dir, **kwargs)
+        self._cfg = cfg
 
     def save(self, name: str, **kwargs) -> None:
         """Write `name`.pth and, if training can continue from it, the name of the last checkpoint,
-        each by rename."""
+        each whole or not at all."""
         if not self.save_dir or not self.save_to_disk:
             return
         data = {"model": self.model.state_dict()}
         data |= {key: value.state_dict() for key, value in self.checkpointables.items()}
+        if self._cfg is not None:
+            data[FACTS_KEY] = {"config": facts_of(self._cfg)}
         path = os.path.join(self.save_dir, f"{name}.pth")
         self.logger.info(f"Saving checkpoint to {path}")
-        # A killed process leaves its unfinished file behind: one name, so that there is only one.
-        unfinished = os.path.join(self.save_dir, "unfinished_checkpoint")
-        torch.save(data | kwargs, unfinished)
-        os.replace(unfinished, path)
+        save_pth(data | kwargs, path)
         if self.checkpointables:
             self.tag_last_checkpoint(f"{name}.pth")
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        path = os.path.join(self.save_dir, "last_checkpoint")
-        with open(f"{path}.unfinished", "w") as f:
-            f.write(last_filename_basename)
-        os.replace(f"{path}.unfinished", path)
+        with written_whole(os.path.join(self.save_dir, "last_checkpoint")) as unfinished:
+            unfinished.write_text(last_filename_basename)
 
     def load(self, path: str, *args, **kwargs) -> dict:
-        """As in Detectron2, but a file that is missing or unreadable is a UserError naming it."""
+        """As in Detectron2, but names of torchvision, timm and the like, and those of compiled
+        models, are understood, and where the config contradicts what the weights need, a warning
+        says so.
+
+        Raises:
+            UserError: there is no such file, it cannot be read, or no tensor of it is the model's.
+        """
         try:
             return super().load(path, *args, **kwargs)
-        except (FileNotFoundError, AssertionError) as error:
+        except (OSError, AssertionError) as error:
             if isinstance(error, AssertionError) and "not found" not in str(error):
                 raise
+            reason = "not found"
+            if not isinstance(error, (AssertionError, FileNotFoundError)):
+                reason = f"cannot be read ({' '.join(str(error).split())})"
             raise UserError(
-                f"weights {path!r} not found; set MODEL.WEIGHTS to a file, or to '' to train from "
+                f"weights {path!r} {reason}; set MODEL.WEIGHTS to a file, or to '' to train from "
                 "scratch"
             ) from None
+        finally:
+            self._parsed_url_during_load = None  # so that another file can be tried
 
     def _load_model(self, checkpoint: dict):
-        if not _is_classifier(checkpoint["model"]) or _is_classifier(self.model.state_dict()):
+        if self._cfg is not None:
+            for line in contradictions(facts_in(checkpoint), self._cfg):
+                self.logger.warning(line)
+        own_names = self.model.state_dict().keys()
+        if not _is_classifier(checkpoint["model"]) or _is_classifier(own_names):
             return super()._load_model(checkpoint)
         # An FPN holds the network that was pretrained as its bottom_up.
-        prefix = "backbone.bottom_up." if hasattr(self.model.backbone, "bottom_up") else "backbone."
+        fpn = any(name.startswith("backbone.bottom_up.") for name in own_names)
+        prefix = "backbone.bottom_up." if fpn else "backbone."
         checkpoint["model"] = {
             prefix + key.removeprefix("backbone."): value
             for key, value in checkpoint["model"].items()
@@ -76,23 +106,53 @@ class Checkpointer(DetectionCheckpointer):
     def _load_file(self, filename: str) -> dict:
         """As in Detectron2, but no code in the file is run."""
         if not filename.endswith(".pkl"):
-            return super()._load_file(filename)
+            return self._renamed(super()._load_file(filename), filename)
         data = read_file(filename)
-        if "model" in data and "__author__" in data:
-            return data
         weights, _ = weights_in(data, filename)
+        if "model" in data and "__author__" in data:
+            return self._renamed(data | {"model": weights}, filename)
         weights = {name: value for name, value in weights.items() if not name.endswith("_momentum")}
-        return {"model": weights, "__author__": "Caffe2", "matching_heuristics": True}
+        return {
+            "model": weights,
+            "__author__": "Caffe2",
+            "matching_heuristics": True,
+            FACTS_KEY: {"config": facts_of_source(weights)},
+        }
 
     def _torch_load(self, f: str) -> dict:
         contents = read_file(f)
-        weights_in(contents, f)  # that there are any
-        return contents
+        weights, _ = weights_in(contents, f)
+        # What others put beside their "state_dict" is not for this package's trainer.
+        return (contents if "model" in contents else {}) | {"model": weights}
+
+    def _renamed(self, checkpoint: dict, filename: str) -> dict:
+        """The checkpoint with the model's names for its tensors.
+
+        Raises:
+            UserError: none of them is the model's.
+        """
+        own_names = {plain_name(name): name for name in self.model.state_dict()}
+        try:
+            weights = without_wrappers(checkpoint["model"])
+            checkpoint["model"] = {own_names.get(n, n): tensor for n, tensor in weights.items()}
+            if checkpoint.get("matching_heuristics") or _is_classifier(weights):
+                return checkpoint
+            # A classifier's last layer may be the only one that has the same name everywhere.
+            foreign = "layer1.0.conv1.weight" in weights.keys() - own_names.keys()
+            if own_names.keys() & weights.keys() and not foreign:
+                return checkpoint
+            backbone = find_backbone(weights)
+        except UserError as error:
+            raise UserError(f"{filename!r} does not fit this model: {error}") from None
+        checkpoint["model"] = {backbone.prefix + n: t for n, t in backbone.weights.items()}
+        checkpoint["model"] |= backbone.heads
+        facts = {FACTS_KEY: {"config": facts_of_source(weights)}}
+        return facts | checkpoint | {"matching_heuristics": True}
 
 
-def _is_classifier(state: dict) -> bool:
-    """Whether it is the state dict of an `ImageClassifier` over a backbone without FPN."""
-    return "linear.weight" in state and all(
-        key.startswith(("backbone.", "linear.")) and not key.startswith("backbone.bottom_up.")
-        for key in state
+def _is_classifier(names: Collection[str]) -> bool:
+    """Whether they are the tensors of a linear layer and a backbone without FPN, and no others."""
+    return "linear.weight" in names and all(
+        name.startswith(("backbone.", "linear.")) and not name.startswith("backbone.bottom_up.")
+        for name in names
     )

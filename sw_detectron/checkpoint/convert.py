@@ -1,9 +1,9 @@
 """Turns a checkpoint of a BN ResNet, whoever made it, into one with SW on the placed layers."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from detectron2.config import CfgNode, get_cfg
@@ -15,17 +15,17 @@ from ..config import add_sw_config
 from ..data.images import image_batches
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
-from ..layers.mixing import STATISTICS
+from ..modeling import warm_start as warm_starting
 from ..modeling.backbone import sw_norm_from_config
 from ..modeling.calibration import calibrate, unfuse
 from ..modeling.cifar_resnet import make_cifar_resnet
-from ..modeling.norms import SW_NORMS
-from ..modeling.placement import PLACEMENTS, numbered_convs, place
+from ..modeling.placement import numbered_convs, place
 from ..modeling.surgery import replace_norms
-from ..modeling.warm_start import warm_start
-from . import sources
+from .conversion import Conversion, Images, PlacedLayer
+from .facts import FACTS_KEY, facts_in
 from .reading import read_file, weights_in
-from .sources import Architecture, Backbone
+from .source_config import network_config, own_sw_layers, placement_config, sw_config
+from .sources import Architecture, Backbone, find_backbone, recognize_architecture
 
 # The running variances of a norm y = s x + b in Detectron2: loaded from Caffe2's weights it is 1,
 # and initially, such that it is that norm exactly, 1 - ε.
@@ -36,48 +36,13 @@ IMAGE_SIZE, CIFAR_IMAGE_SIZE = 224, 32
 IMAGES_PER_BATCH = 32
 
 
-@dataclass(frozen=True)
-class Images:
-    """Where statistics are taken: the first `number` images below `directory`."""
-
-    directory: str
-    number: int
-
-
-@dataclass(frozen=True)
-class PlacedLayer:
-    """A layer of the placement: its number, its convolution's name in the ResNet, its norms."""
-
-    number: int
-    name: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A converted checkpoint and how it came about.
-
-    Attributes:
-        model: the tensors, by Detectron2's names.
-        is_detector: they are those of a whole detector; else of a backbone, perhaps with its
-            classifier, whose names are matched with the endings of a detector's.
-        source: one of `sources.SOURCES`.
-        config: what a config has to say for this checkpoint, by key.
-        placed: the layers of the placement.
-        unused: names of tensors in the source that are not in `model`.
-        left_out: what the source has beside tensors, such as an optimizer's state.
-        notes: what a user should know, in one line each.
-    """
-
-    model: dict[str, Tensor]
-    is_detector: bool
-    source: str
-    config: dict[str, object]
-    placed: list[PlacedLayer]
-    unused: list[str]
+class _Source(NamedTuple):
+    backbone: Backbone
+    architecture: Architecture
+    weights: dict[str, Tensor]  # of the backbone, in float32
+    folded: bool  # its BN is only a scale and a bias
+    facts: dict[str, object]  # what the file says itself, see `facts`
     left_out: list[str]
-    notes: list[str]
 
 
 def convert_checkpoint(
@@ -90,7 +55,7 @@ def convert_checkpoint(
     num_pergroup: int | None = None,
     whitening: str = "newton",
     images: Images | None = None,
-    start_as_bn: bool = False,
+    warm_start: bool = False,
     keep_classifier: bool = False,
 ) -> Conversion:
     """Convert the checkpoint of a ResNet, alone or in a detector.
@@ -111,7 +76,7 @@ def convert_checkpoint(
         whitening: as in `SwitchWhiten2d`.
         images: take the running values of the placed layers from these. Where the source's BN is
             folded into a scale and a bias, find its statistics first, for all layers.
-        start_as_bn: set the importance weights such that the network computes nearly what it did.
+        warm_start: set the importance weights such that the network computes nearly what it did.
         keep_classifier: keep a backbone's linear layer, which no detector has a place for. CIFAR
             networks, which are classifiers, and the authors' release always keep it.
 
@@ -119,80 +84,39 @@ def convert_checkpoint(
         UserError: the checkpoint is unreadable, incomplete, of another architecture or not finite,
             or the arguments do not fit it.
     """
-    contents = read_file(path)
-    tensors, left_out = weights_in(contents, path)
-    with _naming(path):
-        backbone = sources.find_backbone(tensors, source)
-        architecture = sources.recognize_architecture(backbone)
-        weights = _checked(backbone)
-        folded = _fold_running_values(backbone.source, weights)
-    config, notes = _source_config(backbone, architecture, contents.get("__author__"), folded)
-    heads = backbone.heads
-    keep_classifier |= architecture.cifar or backbone.source == "released"
-    if not (backbone.prefix or keep_classifier):
-        if heads:
-            notes.append(
-                f"the classifier ({', '.join(heads)}) is left out; --keep-classifier keeps it"
-            )
-        heads = {}
-    own_layers = _own_sw_layers(weights)
-    if placement is None:
-        placement = "cifar" if architecture.cifar else "imagenet"
-        placement = list(own_layers) or placement
-    elif own_layers:
+    found = _read(path, source)
+    own_layers = own_sw_layers(found.weights)
+    if own_layers and placement is not None:
         raise UserError("the source has SW layers already, which are kept: leave out --placement")
-    if own_layers:
-        config |= _own_sw_config(weights, own_layers, norm, statistics, num_pergroup)
-    else:
-        config |= {"MODEL.SW.NORM": norm or "SW", "MODEL.SW.NUM_PERGROUP": num_pergroup or 16}
-        if statistics:
-            config["MODEL.SW.STATISTICS"] = list(statistics)
-    if whitening != "newton":
-        config["MODEL.SW.WHITENING"] = whitening
-
-    cfg = _make_cfg(config, architecture)
-    # Nothing is allocated until names and shapes are found to fit.
-    with _naming(path), torch.device("meta"):
-        resnet = _build(cfg, architecture)
-        if own_layers:
-            numbers = {conv.name: conv.number for conv in numbered_convs(resnet)}
-            placement = [numbers[name] for name in own_layers if name in numbers]
-            _replace(resnet, placement, cfg)
+    config, notes = network_config(found.backbone, found.architecture, found.facts, found.folded)
+    config |= sw_config(found.weights, norm, statistics, num_pergroup, whitening)
+    heads = _kept_heads(found, keep_classifier, notes)
+    cfg = _make_cfg(config, found.architecture)
     with _naming(path):
-        _load(resnet, weights)
-    if folded and images:
-        _unfuse(resnet, images, cfg, architecture)
+        resnet = _build(cfg, found.architecture)
+        if own_layers:
+            placement = _place_own(resnet, own_layers, cfg)
+        _load(resnet, found.weights)
+    placement = placement or ("cifar" if found.architecture.cifar else "imagenet")
+    if found.folded and images:
+        norms = {n: (m, 1) for n, m in resnet.named_modules() if isinstance(m, nn.BatchNorm2d)}
+        unfuse(resnet, norms, _batches(images, cfg, found.architecture), images.number)
     replaced = {} if own_layers else _replace(resnet, placement, cfg)
-    if start_as_bn:
-        _start_as_bn(resnet, notes)
+    if warm_start:
+        _warm_start(resnet, notes)
     if images:
-        _calibrate(resnet, images, cfg, architecture)
-    elif any(_of_batch(module) for module in resnet.modules()) and not own_layers:
-        notes.append(
-            "the source's BN is folded into a scale and a bias: the running statistics are unknown "
-            "and have to be found before evaluation; give --calibrate"
-            if folded
-            else "the running covariances are diagonal, for BN knows no others; --calibrate finds "
-            "them, and so does training"
-        )
-    config |= _placement_config(resnet, placement)
-    state = {backbone.prefix + k: v for k, v in resnet.state_dict().items() if not _is_counter(k)}
+        calibrate(resnet, _batches(images, cfg, found.architecture), images.number)
+    elif any(layer.uses_batch for layer in _sw_layers(resnet)) and not own_layers:
+        notes.append(_missing_statistics(found.folded))
+    prefix = found.backbone.prefix
     return Conversion(
-        model=state | heads,
-        is_detector=bool(backbone.prefix),
-        source=backbone.source,
-        config=config,
-        placed=[
-            PlacedLayer(
-                conv.number,
-                conv.name,
-                _describe(replaced.get(conv.name, _norm(resnet, conv.name))),
-                _describe(_norm(resnet, conv.name)),
-            )
-            for conv in place(numbered_convs(resnet), placement)
-        ],
-        unused=backbone.unused,
-        left_out=left_out,
+        model={prefix + k: v for k, v in _state(resnet).items()} | heads,
+        is_detector=bool(prefix),
+        source=found.backbone.source,
+        config=config | placement_config(resnet, placement),
+        placed=_placed_layers(resnet, placement, replaced),
+        unused=found.backbone.unused,
+        left_out=found.left_out,
         notes=notes,
     )
 
@@ -204,6 +128,19 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{os.fspath(path)!r}: {error}") from None
+
+
+def _read(path: str | os.PathLike, source: str | None) -> _Source:
+    contents = read_file(path)
+    tensors, left_out = weights_in(contents, path)
+    with _naming(path):
+        backbone = find_backbone(tensors, source)
+        architecture = recognize_architecture(backbone)
+        weights = _checked(backbone)
+        facts = facts_in(contents)
+        folded = _fold_running_values(backbone.source, weights, facts)
+    left_out = [name for name in left_out if name != FACTS_KEY]
+    return _Source(backbone, architecture, weights, folded, facts, left_out)
 
 
 def _checked(backbone: Backbone) -> dict[str, Tensor]:
@@ -228,102 +165,41 @@ def _checked(backbone: Backbone) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in backbone.weights.items()}
 
 
-def _fold_running_values(source: str, weights: dict[str, Tensor]) -> bool:
+def _fold_running_values(
+    source: str, weights: dict[str, Tensor], facts: Mapping[str, object]
+) -> bool:
     """Whether BN is only a scale and a bias; Caffe2's then get the running values that say so."""
-    means = {k: v for k, v in weights.items() if k.endswith(".running_mean")}
+    means = [v for k, v in weights.items() if k.endswith(".running_mean")]
+    if means and (source != "detectron2" or facts.get("INPUT.FORMAT") == "RGB"):
+        return False  # not Caffe2's, the only ones that are folded: it is an untrained network
     if means:
         variances = [v for k, v in weights.items() if k.endswith(".running_var")]
         folded = all(
             any(((variance - one).abs() < 1e-7).all() for one in FOLDED_VARIANCES)
             for variance in variances
         )
-        return folded and not any(mean.any() for mean in means.values())
-    norms = [k.removesuffix(".weight") for k in weights if k.endswith(".norm.weight")]
+        return folded and not any(mean.any() for mean in means)
     if source != "caffe2":
         raise UserError(
             "its norms have no running statistics: they are no BN (GroupNorm?), or BN that was "
             "folded, which --source caffe2 takes them for"
         )
-    for norm in norms:
+    for norm in [k.removesuffix(".weight") for k in weights if k.endswith(".norm.weight")]:
         weights[f"{norm}.running_mean"] = torch.zeros_like(weights[f"{norm}.weight"])
         weights[f"{norm}.running_var"] = torch.ones_like(weights[f"{norm}.weight"])
     return True
 
 
-def _source_config(
-    backbone: Backbone, architecture: Architecture, author: object, folded: bool
-) -> tuple[dict[str, object], list[str]]:
-    """Config keys of the network and its input, and notes about them."""
-    if architecture.cifar:
-        config = {
-            "MODEL.BACKBONE.NAME": "build_cifar_resnet_backbone",
-            "MODEL.RESNETS.DEPTH": architecture.depth,
-        }
-        return config | sources.IMAGENET_RGB, []
-    is_caffe2 = backbone.source == "caffe2" or folded
-    is_resnext = architecture.config["NUM_GROUPS"] > 1
-    config = {f"MODEL.RESNETS.{key}": value for key, value in architecture.config.items()}
-    config["MODEL.RESNETS.STRIDE_IN_1X1"] = is_caffe2 and not is_resnext
-    if not is_caffe2:
-        config |= sources.IMAGENET_RGB
-    else:
-        config |= sources.CAFFE2_RESNEXT_BGR if is_resnext else sources.CAFFE_BGR
-    for key in ("pixel_mean", "pixel_std"):
-        if key in backbone.heads:
-            config[f"MODEL.{key.upper()}"] = backbone.heads[key].flatten().tolist()
-    mean = config["MODEL.PIXEL_MEAN"]
-    config["INPUT.FORMAT"] = "BGR" if mean[0] < mean[-1] else "RGB"
-    if backbone.source == "detectron2" and author != "torchvision":
-        kind = "Caffe2" if is_caffe2 else "torchvision"
-        return config, [
-            f"INPUT and STRIDE_IN_1X1 are not in the checkpoint and are taken to be {kind}'s; keep "
-            "those of the source's own config where they differ"
-        ]
-    return config, []
-
-
-def _own_sw_layers(weights: dict[str, Tensor]) -> list[str]:
-    ending = ".norm.running_cov"
-    return [name.removesuffix(ending) for name in weights if name.endswith(ending)]
-
-
-def _own_sw_config(
-    weights: dict[str, Tensor],
-    layers: list[str],
-    norm: str | None,
-    statistics: Sequence[str],
-    num_pergroup: int | None,
-) -> dict[str, object]:
-    """The keys of MODEL.SW for SW layers that are in the source."""
-    kinds = set()
-    for name in layers:
-        importance = weights.get(f"{name}.norm.sw_mean_weight")
-        if importance is None:
-            raise UserError(f"SW layer {name} of the source has no sw_mean_weight")
-        tied = f"{name}.norm.sw_var_weight" not in weights
-        kinds.add((importance.numel(), weights[f"{name}.norm.running_cov"].shape[-1:], tied))
-    if len(kinds) > 1:
-        raise UserError("the source's SW layers differ in statistics, groups or tied weights")
-    ((count, size, tied),) = kinds
-    own_num_pergroup = size[0] if size else 0
-    if num_pergroup not in (None, own_num_pergroup):
-        raise UserError(f"the source's SW layers have groups of {own_num_pergroup} channels")
-    if not statistics:
-        known = {2: ("bw", "iw"), len(STATISTICS): STATISTICS}
-        of_norm = SW_NORMS[norm].keywords["statistics"] if norm in SW_NORMS else ()
-        statistics = of_norm or known.get(count, ())
-    if len(statistics) != count:
-        raise UserError(
-            f"the source's SW layers have {count} importance weights each; name their {count} "
-            f"statistics out of {', '.join(STATISTICS)}, such as --statistics "
-            f"{','.join(STATISTICS[-count:])}"
-        )
-    config = {
-        "MODEL.SW.NORM": "SW",
-        "MODEL.SW.STATISTICS": list(statistics),
-        "MODEL.SW.NUM_PERGROUP": own_num_pergroup,
-    }
-    return config | ({"MODEL.SW.TIE_WEIGHT": True} if tied else {})
+def _kept_heads(found: _Source, keep_classifier: bool, notes: list[str]) -> dict[str, Tensor]:
+    """What the converted checkpoint has beside the backbone."""
+    backbone = found.backbone
+    keep_classifier |= found.architecture.cifar or backbone.source == "released"
+    if backbone.prefix or keep_classifier:
+        return backbone.heads
+    if backbone.heads:
+        names = ", ".join(backbone.heads)
+        notes.append(f"the classifier ({names}) is left out; --keep-classifier keeps it")
+    return {}
 
 
 def _make_cfg(config: dict[str, object], architecture: Architecture) -> CfgNode:
@@ -337,13 +213,24 @@ def _make_cfg(config: dict[str, object], architecture: Architecture) -> CfgNode:
 
 
 def _build(cfg: CfgNode, architecture: Architecture) -> ResNet:
-    if architecture.cifar:
-        return make_cifar_resnet(architecture.depth)
-    try:
-        return build_resnet_backbone(cfg, ShapeSpec(channels=3))
-    except (AssertionError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"its shapes make no ResNet of Detectron2: {reason}") from None
+    """The BN network, on the meta device: nothing is allocated until names and shapes fit."""
+    with torch.device("meta"):
+        if architecture.cifar:
+            return make_cifar_resnet(architecture.depth)
+        try:
+            return build_resnet_backbone(cfg, ShapeSpec(channels=3))
+        except (AssertionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"its shapes make no ResNet of Detectron2: {reason}") from None
+
+
+def _place_own(resnet: ResNet, names: list[str], cfg: CfgNode) -> list[int]:
+    """Put SW where the source has it, in a network on the meta device; the layers' numbers."""
+    numbers = {conv.name: conv.number for conv in numbered_convs(resnet)}
+    placement = [numbers[name] for name in names if name in numbers]
+    with torch.device("meta"):
+        _replace(resnet, placement, cfg)
+    return placement
 
 
 def _replace(resnet: ResNet, placement: str | Sequence[int], cfg: CfgNode) -> dict[str, nn.Module]:
@@ -357,7 +244,7 @@ def _replace(resnet: ResNet, placement: str | Sequence[int], cfg: CfgNode) -> di
 
 def _load(resnet: ResNet, weights: dict[str, Tensor]) -> None:
     """Give a network on the meta device its tensors, which have to fit exactly."""
-    expected = {k: v.shape for k, v in resnet.state_dict().items() if not _is_counter(k)}
+    expected = {name: tensor.shape for name, tensor in _state(resnet).items()}
     unknown = [name for name in weights if name not in expected]
     if unknown:
         raise UserError(
@@ -378,13 +265,8 @@ def _load(resnet: ResNet, weights: dict[str, Tensor]) -> None:
     resnet.load_state_dict(weights, assign=True)
 
 
-def _unfuse(resnet: ResNet, images: Images, cfg: CfgNode, architecture: Architecture) -> None:
-    norms = {name: (m, 1) for name, m in resnet.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    unfuse(resnet, norms, _batches(images, cfg, architecture), images.number)
-
-
-def _calibrate(resnet: ResNet, images: Images, cfg: CfgNode, architecture: Architecture) -> None:
-    calibrate(resnet, _batches(images, cfg, architecture), images.number)
+def _state(resnet: ResNet) -> dict[str, Tensor]:
+    return {k: v for k, v in resnet.state_dict().items() if not k.endswith(".num_batches_tracked")}
 
 
 def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterator[Tensor]:
@@ -399,39 +281,38 @@ def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterat
     )
 
 
-def _start_as_bn(resnet: ResNet, notes: list[str]) -> None:
-    worst = max(warm_start(resnet), key=lambda start: start.error)
+def _warm_start(resnet: ResNet, notes: list[str]) -> None:
+    worst = max(warm_starting.warm_start(resnet), key=lambda start: start.error)
     notes.append(
         f"the SW layers start as BN; the scale of {worst.name} is off by {worst.error:.1e}"
     )
 
 
-def _placement_config(resnet: ResNet, placement: str | Sequence[int]) -> dict[str, object]:
-    """The placement by its name, also where its layers were given by number."""
-    if isinstance(placement, str):
-        return {"MODEL.SW.PLACEMENT": placement}
-    convs = numbered_convs(resnet)
-    numbers = sorted(set(placement))
-    for name in PLACEMENTS:
-        try:
-            same = [conv.number for conv in place(convs, name)] == numbers
-        except UserError:
-            continue  # it takes no layer of this network
-        if same:
-            return {"MODEL.SW.PLACEMENT": name}
-    return {"MODEL.SW.LAYERS": numbers}
+def _sw_layers(resnet: ResNet) -> list[SwitchWhiten2d]:
+    return [module for module in resnet.modules() if isinstance(module, SwitchWhiten2d)]
 
 
-def _of_batch(module: nn.Module) -> bool:
-    return isinstance(module, SwitchWhiten2d) and bool({"bw", "bn"} & set(module.statistics))
+def _missing_statistics(folded: bool) -> str:
+    if folded:
+        return (
+            "the source's BN is folded into a scale and a bias: the running statistics are unknown "
+            "and have to be found before evaluation; give --calibrate"
+        )
+    return (
+        "the running covariances are diagonal, for BN knows no others; --calibrate finds them, and "
+        "so does training"
+    )
 
 
-def _is_counter(name: str) -> bool:
-    return name.endswith(".num_batches_tracked")
-
-
-def _norm(resnet: ResNet, conv: str) -> nn.Module:
-    return resnet.get_submodule(f"{conv}.norm")
+def _placed_layers(
+    resnet: ResNet, placement: str | Sequence[int], replaced: dict[str, nn.Module]
+) -> list[PlacedLayer]:
+    rows = []
+    for conv in place(numbered_convs(resnet), placement):
+        norm = resnet.get_submodule(conv.norm_name)
+        before = _describe(replaced.get(conv.name, norm))
+        rows.append(PlacedLayer(conv.number, conv.name, before, _describe(norm)))
+    return rows
 
 
 def _describe(norm: nn.Module) -> str:

@@ -21,18 +21,6 @@ DEPTHS = {
     ((3, 8, 36, 3), True): 152,
 }
 
-IMAGENET_RGB = {
-    "INPUT.FORMAT": "RGB",
-    "MODEL.PIXEL_MEAN": [123.675, 116.280, 103.530],
-    "MODEL.PIXEL_STD": [58.395, 57.120, 57.375],
-}
-CAFFE_BGR = {
-    "INPUT.FORMAT": "BGR",
-    "MODEL.PIXEL_MEAN": [103.530, 116.280, 123.675],
-    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
-}
-CAFFE2_RESNEXT_BGR = CAFFE_BGR | {"MODEL.PIXEL_STD": [57.375, 57.120, 58.395]}
-
 
 class Backbone(NamedTuple):
     """The backbone in a checkpoint, in Detectron2's names.
@@ -121,18 +109,40 @@ def recognize_source(names: list[str]) -> str:
     )
 
 
+def without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that they had before torch.compile and DataParallel took the model.
+
+    torch.compile adds "_orig_mod." to the whole model's names or inside, to a part's; DataParallel
+    adds "module." to all.
+
+    Raises:
+        UserError: two tensors would have one name.
+    """
+    names = [plain_name(name) for name in tensors]
+    while all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise UserError(f"two tensors of the checkpoint would become {twice[0]}")
+    return dict(zip(names, tensors.values()))
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name in a model of which torch.compile took nothing."""
+    return re.sub(r"(^|\.)(_orig_mod\.)+", r"\1", name)
+
+
 def find_backbone(tensors: dict[str, Tensor], source: str | None = None) -> Backbone:
     """Split a checkpoint's tensors into backbone and heads, and rename them.
 
     Args:
-        tensors: by their name in the checkpoint, which DataParallel may have prefixed.
+        tensors: by their name in the checkpoint, see `without_wrappers` too.
         source: one of `SOURCES`; None to recognize it.
 
     Raises:
         UserError: there is no ResNet in it, or not exactly one.
     """
-    if all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    tensors = without_wrappers(tensors)
     source = source or recognize_source(list(tensors))
     if source == "caffe2" and (group_norms := [n for n in tensors if n.endswith("_gn_s")]):
         raise UserError(f"this is a ResNet with GroupNorm ({group_norms[0]}), not one with BN")

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..files import written_whole
+from .facts import FACTS_KEY
 
 FORMATS = ("pkl", "pth")
 
@@ -23,14 +25,18 @@ def check_destination(path: Path, output_format: str | None, force: bool) -> str
     Raises:
         UserError: it cannot be written, or must not.
     """
+    try:
+        is_dir, exists = path.is_dir(), path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    if is_dir:
+        raise UserError(f"{str(path)!r} is a folder; give the name of a file")
     output_format = output_format or path.suffix.removeprefix(".")
     if output_format not in FORMATS:
         raise UserError(
             f"{str(path)!r} ends neither in .pkl nor in .pth: rename it, or give --output-format"
         )
-    if path.is_dir():
-        raise UserError(f"{str(path)!r} is a folder; give the name of a file")
-    if path.exists() and not force:
+    if exists and not force:
         raise UserError(f"{str(path)!r} exists; give another name, or --force to replace it")
     if not path.parent.is_dir():
         raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first")
@@ -40,7 +46,11 @@ def check_destination(path: Path, output_format: str | None, force: bool) -> str
 
 
 def write_checkpoint(
-    path: Path, model: dict[str, Tensor], output_format: str, matching_heuristics: bool
+    path: Path,
+    model: dict[str, Tensor],
+    output_format: str,
+    matching_heuristics: bool,
+    facts: dict[str, object] | None = None,
 ) -> None:
     """Write tensors by name as a checkpoint that Detectron2 loads.
 
@@ -50,6 +60,7 @@ def write_checkpoint(
         output_format: "pkl" (numpy arrays, as in Detectron2's model zoo) or "pth".
         matching_heuristics: let Detectron2 match names by their endings, so that a bare backbone
             is found in a detector. It does not rename them otherwise.
+        facts: what the weights need of a config, by key, see `facts`.
 
     Raises:
         UserError: the tensors do not fit the format, or the disk is full; no file is left.
@@ -58,27 +69,28 @@ def write_checkpoint(
         unknown := [name for name, tensor in model.items() if tensor.dtype == torch.bfloat16]
     ):
         raise UserError(f"a .pkl cannot hold bfloat16, which {unknown[0]} has; write a .pth")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            if output_format == "pkl":
-                arrays = {name: tensor.contiguous().numpy() for name, tensor in model.items()}
-                pickle.dump(_checkpoint(arrays, matching_heuristics), file)
-            else:
-                tensors = {name: tensor.contiguous() for name, tensor in model.items()}
-                torch.save(_checkpoint(tensors, matching_heuristics), file)
-        os.replace(unfinished, path)
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    except RuntimeError:  # what torch.save makes of an OSError
-        raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _checkpoint(model: dict, matching_heuristics: bool) -> dict:
-    return {
-        "model": model,
+    contents = {
+        "model": {name: tensor.contiguous() for name, tensor in model.items()},
         "__author__": "sw_detectron",
         "matching_heuristics": matching_heuristics,
+        FACTS_KEY: {"config": facts or {}},
     }
+    if output_format == "pth":
+        save_pth(contents, path)
+        return
+    contents["model"] = {name: tensor.numpy() for name, tensor in contents["model"].items()}
+    with written_whole(path) as unfinished, open(unfinished, "wb") as file:
+        pickle.dump(contents, file)
+
+
+def save_pth(contents: dict, path: str | os.PathLike) -> None:
+    """torch.save, whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with written_whole(path) as unfinished, open(unfinished, "wb") as file:
+        try:
+            torch.save(contents, file)
+        except RuntimeError:  # what torch.save makes of an OSError
+            raise UserError(f"cannot write {str(path)!r}: is the disk full?") from None

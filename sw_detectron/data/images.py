@@ -1,34 +1,130 @@
-"""Unlabelled images of a folder, and batches of them as a network takes them."""
+"""Reading images: one file, all of a folder, and batches of them as a network takes them."""
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from detectron2.data.detection_utils import convert_PIL_to_numpy, read_image
+from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.utils import comm
-from PIL import Image
+from detectron2.utils.file_io import PathManager
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import functional
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+SUFFIXES = tuple(sorted(IMG_EXTENSIONS))
 
 logger = logging.getLogger(__name__)
 
 
-class ImageFolder:
-    """All image files below a directory, sorted by path.
+def read_image(file_name: str | os.PathLike, format: str | None = None) -> np.ndarray:
+    """The pixels of an image, upright as its EXIF data says, as Detectron2's function has them.
 
-    Iterating decodes them one by one to RGB, (H, W, 3) uint8, upright as their EXIF data says. A
-    file that cannot be decoded is left out, with a warning that names it.
+    Grey images of more than 8 bits, which that function cuts off at 255, are scaled. For 16 bits
+    65535 becomes 255. Whole numbers of 32 bits, and floating-point numbers, are taken for values
+    of the first of these ranges that holds all of the image: 0 to 1 (only the latter), 0 to 255, 0
+    to 65535, from its least to its greatest value. Transparency is left out, colours of a palette
+    and CMYK become RGB, and of an animation it is the first picture.
+
+    Args:
+        format: a mode of Pillow, "BGR" or "YUV-BT.601"; None leaves the pixels as in the file.
+
+    Returns:
+        (H, W, 3), uint8, for "RGB" and "BGR".
+
+    Raises:
+        UserError: the file is missing, or no image that can be decoded.
+    """
+    try:
+        return decode_image(file_name, format)
+    except Exception as error:  # Pillow's decoders have many kinds of errors
+        raise UserError(
+            f"{str(file_name)!r} is not a readable image: {why_unreadable(error)}"
+        ) from None
+
+
+def decode_image(file_name: str | os.PathLike, format: str | None) -> np.ndarray:
+    """As `read_image`, but with the errors of the decoder, which are of many kinds."""
+    with PathManager.open(str(file_name), "rb") as file, Image.open(file) as image:
+        if format is not None:
+            image.info.pop("transparency", None)  # Pillow warns of it in a palette
+            image = _to_8_bits(image)
+        return convert_PIL_to_numpy(_apply_exif_orientation(image), format)
+
+
+def why_unreadable(error: Exception) -> str:
+    """What an error of `decode_image` says, in one line without the file's name."""
+    if isinstance(error, UnidentifiedImageError):
+        return "it is empty, or of a format that Pillow does not know"
+    return getattr(error, "strerror", None) or one_line(error)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """An image of one channel of more than 8 bits as one of mode L; others as they are."""
+    if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image).astype(np.float64)
+    low, high = values.min(), values.max()
+    if not np.isfinite([low, high]).all():
+        raise ValueError("not all of its values are finite")
+    # Pillow has whole numbers of 16 bits from these formats in 32.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        low, high = 0, 65535
+    else:
+        ranges = (255, 65535) if image.mode == "I" else (1, 255, 65535)
+        low, high = next(((0, top) for top in ranges if low >= 0 and high <= top), (low, high))
+    return Image.fromarray(np.rint((values - low) * (255 / (high - low or 1))).astype(np.uint8))
+
+
+def is_visible(name: str) -> bool:
+    """Whether a name in a folder is none of those that systems and programs put there, such as
+    `.ipynb_checkpoints`, and macOS's `._photo.jpg` and `__MACOSX`."""
+    return not name.startswith(".") and name != "__MACOSX"
+
+
+def image_files(directory: str | os.PathLike) -> list[Path]:
+    """The files below a directory that end in one of `SUFFIXES`, of upper or lower case, sorted.
+
+    Those with hidden names, and those of folders with such names, are left out. Links are followed.
+
+    Raises:
+        UserError: the directory, or one in it, cannot be read.
+    """
+    found, folders, seen = [], [os.fspath(directory)], set()
+    while folders:
+        folder = folders.pop()
+        if (real := os.path.realpath(folder)) in seen:
+            continue  # a link has led in a circle
+        seen.add(real)
+        try:
+            entries = [entry for entry in os.scandir(folder) if is_visible(entry.name)]
+        except OSError as error:
+            raise UserError(f"folder {folder!r} cannot be read: {error.strerror}") from None
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(entry.path)
+            elif entry.name.lower().endswith(SUFFIXES) and (entry.is_file() or entry.is_symlink()):
+                found.append(
+                    Path(entry.path)
+                )  # also links that lead nowhere, which are to be named
+    return sorted(found)
+
+
+class ImageFolder:
+    """All image files below a directory, sorted by path; see `image_files`.
+
+    Iterating decodes them one by one to RGB, (H, W, 3) uint8, see `read_image`. A file that cannot
+    be decoded is left out, with a warning that names it.
 
     Attributes:
-        files: the paths of the files ending in one of `SUFFIXES`, of upper or lower case.
+        files: their paths.
 
     Raises:
         UserError: there is no such directory, or no image file below it.
@@ -38,8 +134,7 @@ class ImageFolder:
         directory = Path(directory)
         if not directory.is_dir():
             raise UserError(f"image folder {str(directory)!r} is not a directory")
-        paths = directory.rglob("*")
-        self.files = sorted(p for p in paths if p.suffix.lower() in SUFFIXES and p.is_file())
+        self.files = image_files(directory)
         if not self.files:
             raise UserError(
                 f"no image below {str(directory)!r}: give a folder with files of "
@@ -52,9 +147,9 @@ class ImageFolder:
     def __iter__(self) -> Iterator[np.ndarray]:
         for path in self.files:
             try:
-                image = read_image(str(path), "RGB")
-            except Exception as error:  # Pillow's decoders have many kinds of errors
-                logger.warning(f"Skipping {str(path)!r}, which is not a readable image: {error}")
+                image = read_image(path, "RGB")
+            except UserError as error:
+                logger.warning(f"Skipped a file: {error}")
                 continue
             yield image
 

@@ -40,7 +40,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     When several processes make the same folder, the first one to finish wins.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as staging:
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as staging:
         made = Path(staging) / folder.name
         made.mkdir()
         yield made

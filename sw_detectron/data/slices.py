@@ -4,22 +4,44 @@ import re
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-_SLICE = re.compile(r"(?P<base>.+)\[(?P<start>\d*):(?P<stop>\d*)\]")
+from ..errors import UserError
+
+_SLICE = re.compile(r"(?P<base>.+)\[(?P<start>-?\d+|):(?P<stop>-?\d+|)\]", re.DOTALL)
 
 
 def register_slice(name: str) -> None:
-    """Register `BASE[START:STOP]` if `name` is of that form and BASE is registered.
+    """Register `BASE[START:STOP]` if `name` is of that form and BASE is registered, or a slice too.
 
     The slice has BASE's metadata, but for the annotation file: evaluation then takes the ground
     truth of the sliced images alone. Other names, and slices that are there, are left alone.
+    Loading a slice without images raises a `UserError`.
     """
     match = _SLICE.fullmatch(name)
-    if not match or match["base"] not in DatasetCatalog.list() or name in DatasetCatalog.list():
+    if not match or name in DatasetCatalog.list():
         return
     base = match["base"]
+    register_slice(base)
+    if base not in DatasetCatalog.list():
+        return
     part = slice(*(int(bound) if bound else None for bound in match.group("start", "stop")))
-    DatasetCatalog.register(name, lambda: DatasetCatalog.get(base)[part])
-    metadata = MetadataCatalog.get(base).as_dict()
-    del metadata["name"]
-    metadata.pop("json_file", None)
-    MetadataCatalog.get(name).set(**metadata, sliced_from=base)
+
+    def load() -> list[dict]:
+        records = DatasetCatalog.get(base)
+        _copy_metadata(base, name)  # many data sets learn their classes when they are loaded
+        sliced = [records[i] for i in range(*part.indices(len(records)))]
+        if not sliced:
+            raise UserError(f"data set {name!r} is empty: {base!r} has {len(records)} images")
+        return sliced
+
+    DatasetCatalog.register(name, load)
+    _copy_metadata(base, name)
+
+
+def _copy_metadata(base: str, name: str) -> None:
+    """What the slice does not have yet. `sliced_from` is the data set that has the files."""
+    entries = MetadataCatalog.get(base).as_dict()
+    entries = {"sliced_from": base} | entries
+    there = MetadataCatalog.get(name).as_dict()
+    MetadataCatalog.get(name).set(
+        **{k: v for k, v in entries.items() if k != "json_file" and k not in there}
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from detectron2.config import CfgNode
 from torch import Tensor, nn
 
+from ..cli import positive
 from ..data.images import image_batches
 from ..errors import UserError
 
@@ -18,7 +19,7 @@ def add_image_arguments(parser: argparse.ArgumentParser, num_images: int) -> Non
         ("--batch-size", 8, "images that the network sees at once"),
     ):
         parser.add_argument(
-            flag, type=_positive, default=default, metavar="N", help=f"{text} (default: {default})"
+            flag, type=positive, default=default, metavar="N", help=f"{text} (default: {default})"
         )
 
 
@@ -42,10 +43,3 @@ def batches_of(
         cfg.MODEL.PIXEL_STD,
         cfg.INPUT.FORMAT,
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return value

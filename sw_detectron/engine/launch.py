@@ -1,7 +1,6 @@
 """Runs a main function in one process or several, and turns users' mistakes into one line."""
 
 import argparse
-import logging
 import multiprocessing
 import os
 import sys
@@ -15,6 +14,7 @@ from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ..cli import INTERRUPTED, fail
 from ..errors import UserError, one_line
 
 Main = Callable[[argparse.Namespace], object]
@@ -35,9 +35,9 @@ def launch(main: Main, args: argparse.Namespace) -> None:
         return
     available = torch.cuda.device_count() if torch.cuda.is_available() else args.num_gpus
     if not 1 <= args.num_gpus <= available:
-        _exit(f"--num-gpus {args.num_gpus}: this machine has {available}")
+        fail(f"--num-gpus {args.num_gpus}: this machine has {available}")
     if not 0 <= args.machine_rank < args.num_machines:
-        _exit(f"--machine-rank {args.machine_rank} must lie below --num-machines")
+        fail(f"--machine-rank {args.machine_rank} must lie below --num-machines")
     several = args.num_gpus * args.num_machines > 1
     try:
         detectron2_launch(
@@ -53,13 +53,13 @@ def launch(main: Main, args: argparse.Namespace) -> None:
         _, is_mistake, message = str(error).rpartition(f"{UserError.__name__}: ")
         if not is_mistake:
             raise
-        _exit(message.strip())
+        fail(message)
     except ProcessExitedException as error:
         how = error.signal_name or f"exit code {error.exit_code}"
-        _exit(f"process {error.error_index} ended with {how}; the others were stopped")
+        fail(f"process {error.error_index} ended with {how}; the others were stopped")
     except KeyboardInterrupt:
         _stop_children()
-        _exit_interrupted()
+        sys.exit(INTERRUPTED)
 
 
 def _run(main: Main, args: argparse.Namespace) -> None:
@@ -82,11 +82,10 @@ def _run_alone(main: Main, args: argparse.Namespace) -> None:
         _run(main, args)
     except UserError as error:
         if comm.get_local_rank() == 0:
-            # A data loader's worker process puts its traceback before the message.
-            _exit(str(error).rpartition(f"{UserError.__name__}: ")[2].strip())
+            fail(error)
         sys.exit(1)
     except KeyboardInterrupt:
-        _exit_interrupted()
+        sys.exit(INTERRUPTED)
 
 
 def _stop_children() -> None:
@@ -96,17 +95,6 @@ def _stop_children() -> None:
         child.join(max(0, deadline - time.monotonic()))
         if child.is_alive():
             child.terminate()
-
-
-def _exit_interrupted() -> None:
-    logging.shutdown()
-    print(f"{sys.argv[0]}: interrupted", file=sys.stderr)
-    sys.exit(130)
-
-
-def _exit(message: str) -> None:
-    logging.shutdown()
-    sys.exit(f"{sys.argv[0]}: error: {message}")
 
 
 def _join_torchrun() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
 from ..task import all_tasks
 from .continuation import flatten
+from .data_check import check_lazy_data, lazy_dataset_names, logs_held_back, release_logs
 from .loop import Loop, RunSettings, to_parallel
-from .setup import check_amp, check_dataset, check_weights
+from .setup import check_amp, check_weights
 from .step import MixedPrecisionStep, SupervisedStep
 from .train import train_and_write_results, write_results_so_far
 from .trainer import sync_batch_norms_for_cpu
@@ -111,9 +113,8 @@ def build_lazy_model(cfg: DictConfig) -> nn.Module:
 
 def _setup(args: argparse.Namespace) -> DictConfig:
     cfg = load_lazy_config(args.config_file, args.opts)
-    for split in ("test",) if args.eval_only else ("train", "test"):
-        for name in _dataset_names(cfg, split):
-            check_dataset(name)
+    with logs_held_back() as found_in_data:
+        check_lazy_data(cfg, training=not args.eval_only)
     check_weights(
         "train.init_checkpoint", cfg.train.init_checkpoint, cfg.train.output_dir, args.resume
     )
@@ -124,6 +125,7 @@ def _setup(args: argparse.Namespace) -> DictConfig:
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
+    release_logs(found_in_data)
     if cfg.train.device == "cpu":
         logger.info("Running on the CPU.")
     if not cfg.train.init_checkpoint and not args.eval_only:
@@ -165,9 +167,16 @@ def _build_loop(cfg: DictConfig, model: nn.Module) -> Loop:
             keys=keys,
         ),
         evaluate=lambda: _evaluate(cfg, model),
-        precise_loader=lambda: instantiate(cfg.dataloader.train | {"num_workers": 0}),
+        precise_loader=lambda: _build_precise_loader(cfg),
         page_sections=lambda: _page_sections(cfg),
     )
+
+
+def _build_precise_loader(cfg: DictConfig) -> Iterable:
+    loader = dict(cfg.dataloader.train)
+    if "num_workers" in loader:
+        loader["num_workers"] = 0  # they would wait, between evaluations, with their batches
+    return instantiate(loader)
 
 
 def _config_text(cfg: DictConfig) -> str:
@@ -178,14 +187,8 @@ def _config_text(cfg: DictConfig) -> str:
 
 def _page_sections(cfg: DictConfig) -> dict[str, str]:
     folder = Path(cfg.train.output_dir)
-    sections = (task.page_sections(_dataset_names(cfg, "test"), folder) for task in all_tasks())
+    sections = (task.page_sections(lazy_dataset_names(cfg, "test"), folder) for task in all_tasks())
     return {headline: html for of_task in sections for headline, html in of_task.items()}
-
-
-def _dataset_names(cfg: DictConfig, split: str) -> list[str]:
-    """Those that the config's loader names; empty if it has a loader of another kind."""
-    names = OmegaConf.select(cfg, f"dataloader.{split}.dataset.names", default=())
-    return [names] if isinstance(names, str) else list(names)
 
 
 def _evaluate(cfg: DictConfig, model: nn.Module) -> OrderedDict:

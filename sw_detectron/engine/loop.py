@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase, default_writers, hooks
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.solver import LRMultiplier
@@ -24,6 +25,7 @@ from ..analysis.metrics import START_ITERATION, START_TIME
 from ..checkpoint import Checkpointer
 from ..errors import UserError, one_line
 from ..modeling.calibration import calibrated_layers
+from ..modeling.summary import warn_of_shared_layers
 from ..report import write_page
 from .continuation import continuing, differences, flatten, machine_facts, parameter_names
 from .hooks import ImportanceWriter, OtherSchedules, PreciseStats, SeedIterations, StopImportance
@@ -97,7 +99,10 @@ class Loop(TrainerBase):
         self.schedules = schedules
         self.settings = settings
         self.checkpointer = Checkpointer(
-            step.model, settings.output_dir, trainer=weakref.proxy(self)
+            step.model,
+            settings.output_dir,
+            cfg=settings.keys if isinstance(settings.keys, CfgNode) else None,
+            trainer=weakref.proxy(self),
         )
         self.start_iter = 0
         self.max_iter = settings.max_iter
@@ -112,6 +117,7 @@ class Loop(TrainerBase):
             # Of the step, which alone calls `after_backward`.
             step.register_hooks([StopImportance(step.model, settings.importance_stop_iter)])
         self.register_hooks(self.build_hooks())
+        warn_of_shared_layers(self.model)
 
     @property
     def model(self) -> nn.Module:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import CycleBatchNormList
 from detectron2.solver import LRMultiplier, WarmupParamScheduler
 from detectron2.solver import build_lr_scheduler as build_detectron2_lr_scheduler
 from detectron2.solver.build import (
@@ -69,10 +70,12 @@ def get_sw_optimizer_params(
         else lambda name: 1.0 if name.startswith("backbone.") else head_lr_factor,
     )
     if weight_decay_norm is not None:
-        layers = [module for module in model.modules() if isinstance(module, SwitchWhiten2d)]
-        affine = [layer.weight for layer in layers]
+        # A list of norms for the levels of a pyramid has their γ and β.
+        kinds = (SwitchWhiten2d, CycleBatchNormList)
+        layers = [module for module in model.modules() if isinstance(module, kinds)]
+        affine = [getattr(layer, "weight", None) for layer in layers]
         if weight_decay_bias is None:
-            affine += [layer.bias for layer in layers]
+            affine += [getattr(layer, "bias", None) for layer in layers]
         groups.append(_group(affine, weight_decay=weight_decay_norm))
     options = {}
     if importance_lr_factor != 1:

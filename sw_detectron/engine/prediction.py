@@ -3,8 +3,12 @@
 import argparse
 import itertools
 import json
+import logging
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +18,25 @@ from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 
 from ..checkpoint import Checkpointer
-from ..data.media import ImageFile, VideoFile, find_media, write_picture, write_video
+from ..data.media import (
+    ImageFile,
+    UnreadableMedia,
+    VideoFile,
+    find_media,
+    open_media,
+    output_paths,
+    write_picture,
+    write_video,
+)
 from ..data.slices import register_slice
 from ..errors import UserError
 from ..files import written_whole
 from ..task import all_tasks, find_task
 from .setup import load_config
+
+RESULTS = "predictions.json"
+
+logger = logging.getLogger(__name__)
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -30,31 +47,44 @@ def predict(args: argparse.Namespace) -> None:
     `segmentation` as RLE. The image ids of images and frames are 1, 2, … in the order of reading;
     each result also has the `file_name` that it is of, and in videos the `frame`, from 0. Semantic
     segmentation has a result without box and score for each class in an image, its `category_id`
-    being the class's number.
+    being the class's number; a classifier has one without box for each of its best classes, with
+    the `category_name`.
+
+    A file that cannot be read is named and left out. However the run ends, the file of results
+    has those of all images and frames until then.
 
     Args:
         args: `config_file`; `weights`, or None for those of the config; `inputs`, files and
             folders, followed by KEY VALUE overrides of the config; `output`, a folder;
-            `confidence`, the lowest score of a result.
+            `confidence`, the lowest score of a result, or None for the task's.
 
     Raises:
-        UserError: something that was given is wrong or missing.
+        UserError: something that was given is wrong or missing; or, when all the rest is done,
+            there were files that could not be read.
     """
     inputs, overrides = _split_overrides(args.inputs)
     if not inputs:
         raise UserError("no INPUT: name images, videos, or folders of them")
-    media = find_media(inputs)
+    setup_logger(name="fvcore")  # it says which weights do not fit
+    setup_logger(name="sw_detectron")
+    unreadable: list[UnreadableMedia] = []
+    media = []
+    for path in find_media(inputs):
+        with _listed(unreadable):
+            media.append(open_media(path))
+    if not media:
+        raise UserError(_summary(unreadable))
     weights = ["MODEL.WEIGHTS", args.weights] if args.weights else []
     cfg = load_config(args.config_file, [*weights, *overrides])
     folder = Path(args.output)
-    paths = _output_paths(media, folder)
+    _prepare(folder)
+    paths = output_paths(media, folder)
     predictor = Predictor(cfg, args.confidence)
-    setup_logger(name="fvcore")  # it says which weights do not fit
-    setup_logger(name="sw_detectron")
     predictor.load(cfg.MODEL.WEIGHTS)
 
     results = []
     image_ids = itertools.count(1)
+    progress = tqdm(total=sum(item.num_frames for item in media), unit=" frames")
 
     def pictures(item: ImageFile | VideoFile) -> Iterator[np.ndarray]:
         for index, frame in enumerate(item):
@@ -66,19 +96,22 @@ def predict(args: argparse.Namespace) -> None:
             progress.update()
             yield picture
 
-    with tqdm(total=sum(item.num_frames for item in media), unit=" frames") as progress:
+    try:
         for item, path in zip(media, paths):
-            if isinstance(item, VideoFile):
-                write_video(pictures(item), path, item.fps)
-            else:
-                write_picture(next(pictures(item)), path)
-
-    path = folder / "predictions.json"
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(results))
-    print(
-        f"{path}: {len(results)} results of {next(image_ids) - 1} images\n{folder}: their pictures"
-    )
+            with _listed(unreadable):
+                if isinstance(item, VideoFile):
+                    write_video(pictures(item), path, item.fps)
+                else:
+                    write_picture(next(pictures(item)), path)
+    finally:
+        progress.close()
+        if progress.n:
+            with written_whole(folder / RESULTS) as unfinished:
+                unfinished.write_text(json.dumps(results))
+            print(f"{str(folder / RESULTS)!r}: {len(results)} results of {progress.n} images")
+            print(f"{str(folder)!r}: their pictures")
+    if unreadable:
+        raise UserError(_summary(unreadable))
 
 
 class Predictor:
@@ -87,19 +120,19 @@ class Predictor:
     Args:
         cfg: first among its data sets is the one whose classes the model knows; its weights are
             left alone.
-        confidence: the lowest score of a result, in [0, 1].
+        confidence: the lowest score of a result, in [0, 1]; by default the task's.
 
     Raises:
         UserError: the classes are not known.
     """
 
-    def __init__(self, cfg: CfgNode, confidence: float):
+    def __init__(self, cfg: CfgNode, confidence: float | None = None):
         cfg = cfg.clone()
         cfg.MODEL.WEIGHTS = ""
         self._task = find_task(cfg)
         self._metadata = _find_metadata(cfg)
-        self._confidence = confidence
-        self._predict = self._task.build_predictor(cfg, confidence)
+        self._confidence = self._task.confidence if confidence is None else confidence
+        self._predict = self._task.build_predictor(cfg, self._confidence)
 
     def load(self, weights: str) -> None:
         """Read the weights from a file or URL.
@@ -118,10 +151,23 @@ class Predictor:
 
         Args:
             frame: (H, W, 3), uint8, BGR.
+
+        Raises:
+            UserError: the model gives what no task can show, or knows other classes.
         """
         outputs = self._predict(frame)
         # A detector's meta-architecture may be one that segments.
-        task = next(t for t in (self._task, *all_tasks()) if t.output in outputs)
+        task = next((t for t in (self._task, *all_tasks()) if t.output in outputs), None)
+        if task is None:
+            known = ", ".join(t.output for t in all_tasks())
+            raise UserError(
+                f"the model gives {', '.join(outputs)} alone; what can be shown is {known}"
+            )
+        if not task.class_names(self._metadata):
+            raise UserError(
+                f"data set {self._metadata.name!r} has no classes of {task.name}, which the model "
+                "knows: name the model's own in DATASETS.TEST"
+            )
         return task.results(outputs, frame, self._metadata, self._confidence)
 
 
@@ -164,23 +210,38 @@ def _find_metadata(cfg: CfgNode) -> Metadata:
     return metadata
 
 
-def _output_paths(media: list[ImageFile | VideoFile], folder: Path) -> list[Path]:
-    """A path in the folder for the picture of each, named as its input; the folder is made."""
+@contextmanager
+def _listed(unreadable: list[UnreadableMedia]) -> Iterator[None]:
+    """A file that cannot be read there is logged and put on the list."""
+    try:
+        yield
+    except UnreadableMedia as error:
+        logger.warning(f"Skipped a file: {error}")
+        unreadable.append(error)
+
+
+def _summary(unreadable: list[UnreadableMedia]) -> str:
+    first, *others = unreadable
+    if not others:
+        return str(first)
+    return f"{first}; nor are {len(others)} other files, which are named above"
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder of the output, and look whether it can take one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UserError(f"--output {str(folder)!r}: {error.strerror}") from None
-    sources = {item.path.resolve() for item in media}
-    paths = []
-    for item in media:
-        suffix = ".mp4" if isinstance(item, VideoFile) else ".png"
-        names = itertools.chain(
-            [item.path.stem], (f"{item.path.stem}_{i}" for i in itertools.count(2))
-        )
-        path = next(p for p in (folder / f"{name}{suffix}" for name in names) if p not in paths)
-        if path.resolve() in sources:
-            raise UserError(
-                f"the picture {str(path)!r} would replace an input: give another --output"
-            )
-        paths.append(path)
-    return paths
+    path = folder / RESULTS
+    if not os.path.lexists(path):
+        return
+    try:
+        with path.open() as file:
+            is_own = re.match(r'\[(\]$|\{"image_id": \d+, "file_name": )', file.read(100))
+    except (OSError, UnicodeDecodeError):
+        is_own = False
+    if not is_own:
+        raise UserError(f"{str(path)!r} is not of an earlier prediction: give another --output")

@@ -7,7 +7,6 @@ import socket
 
 import torch
 from detectron2.config import CfgNode, get_cfg
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import default_argument_parser, default_setup
 from detectron2.modeling import build_model
 from detectron2.utils import comm
@@ -16,10 +15,12 @@ from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..checkpoint import Checkpointer
+from ..cli import add_config_argument, make_parser
 from ..config import add_sw_config, default_output_dir, find_config
-from ..data.slices import register_slice
+from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..errors import UserError, one_line
 from ..task import all_tasks
+from .data_check import check_data, check_datasets, logs_held_back, release_logs
 from .schedule import epochs_to_iterations
 from .values import check_output_folder, check_values, named_by_key
 
@@ -30,10 +31,9 @@ _URL_TIMEOUT = 30  # seconds that a server may be silent
 
 def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
     """Detectron2's standard flags, with `--config` beside `--config-file`."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        description,
+        examples,
         parents=[default_argument_parser()],
         add_help=False,
         conflict_handler="resolve",  # our --config-file replaces the parent's
@@ -45,14 +45,7 @@ def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
         metavar="K",
         help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
     )
-    parser.add_argument(
-        "--config",
-        "--config-file",
-        dest="config_file",
-        metavar="FILE",
-        required=True,
-        help="path of a config, or the bare name of one that comes with the package",
-    )
+    add_config_argument(parser)
     return parser
 
 
@@ -104,7 +97,7 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, resume=False)
     with named_by_key(cfg):
         model = build_model(cfg)
-    Checkpointer(model).load(cfg.MODEL.WEIGHTS)
+    Checkpointer(model, cfg=cfg).load(cfg.MODEL.WEIGHTS)
     return cfg, model.eval()
 
 
@@ -121,11 +114,14 @@ def setup(args: argparse.Namespace) -> CfgNode:
     if not args.eval_only:
         check_amp("SOLVER.AMP.ENABLED", cfg.SOLVER.AMP.ENABLED, cfg.MODEL.DEVICE)
     schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
+    with logs_held_back() as found_in_data:
+        check_data(cfg, training=not args.eval_only)
     check_output_folder("OUTPUT_DIR", cfg.OUTPUT_DIR)
     cfg.freeze()
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
+    release_logs(found_in_data)
     if schedule:
         logger.info(schedule)
     if cfg.MODEL.DEVICE == "cpu":
@@ -133,41 +129,6 @@ def setup(args: argparse.Namespace) -> CfgNode:
     if not cfg.MODEL.WEIGHTS and not args.eval_only:
         logger.info("MODEL.WEIGHTS is empty: training from scratch.")
     return cfg
-
-
-def check_datasets(cfg: CfgNode, training: bool) -> None:
-    """Every data set of the run is there, see `check_dataset`."""
-    names = set(cfg.DATASETS.TEST) | (set(cfg.DATASETS.TRAIN) if training else set())
-    if training and not cfg.DATASETS.TRAIN:
-        raise UserError("DATASETS.TRAIN is empty: name a registered data set to train on")
-    for name in sorted(names):
-        check_dataset(name)
-
-
-def check_dataset(name: str) -> None:
-    """A data set is registered and its files are there.
-
-    A name such as "coco_2017_train[:8]" stands for the first images of a registered data set.
-
-    Raises:
-        UserError: naming the data set, the file and the remedy.
-    """
-    register_slice(name)
-    if name not in DatasetCatalog.list():
-        raise UserError(
-            f"data set {name!r} is not registered; there are "
-            f"{', '.join(sorted(DatasetCatalog.list()))}"
-        )
-    metadata = MetadataCatalog.get(MetadataCatalog.get(name).get("sliced_from", name))
-    if metadata.get("generated"):
-        return
-    for key in ("json_file", "image_root", "panoptic_root", "sem_seg_root", "image_dir", "gt_dir"):
-        path = getattr(metadata, key, None)
-        if path and not PathManager.exists(path):
-            remedy = metadata.get("remedy") or (
-                "set the environment variable DETECTRON2_DATASETS to the folder that contains it"
-            )
-            raise UserError(f"data set {name!r} is not there: no {path!r}; {remedy}")
 
 
 def check_amp(key: str, enabled: bool, device: str) -> None:

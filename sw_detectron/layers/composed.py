@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
 from .mixing import mix
-from .moments import batch_moments, differentiable_ranks_moments
 from .options import Options
+from .plain import batch_moments
+from .sync import differentiable_ranks_moments
 
 
 def composed_switch_whiten(
@@ -25,7 +26,7 @@ def composed_switch_whiten(
     """Whiten x; see `functional.switch_whiten`.
 
     Args:
-        x: (N, C, H, W), not empty.
+        x: (N, C, H, W), of samples with pixels, though there may be no sample.
         running: mean (g, G) and covariance (g, G, G) or variance (g, G) that take the batch's
             place; None to take those of the batch.
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import small_kernels
+from .backend import backend_of_call
 from .composed import composed_switch_whiten
 from .fused import FusedSwitchWhiten
-from .options import Options
-from .whitening import takes_small_kernels
+from .options import Options, Parameters, Running
+from .plain import running_values, update_running
 
 WHITENING_METHODS = ("newton", "eigh")
 
@@ -66,40 +66,26 @@ def switch_whiten(
         (N, C, H, W).
     """
     options = Options(
-        tuple(statistics), num_pergroup, momentum, eps, whitening, num_iterations, group
+        tuple(statistics), num_pergroup, momentum, eps, whitening, num_iterations, group, training
     )
-    running = None
-    if options.of_batch and not training:
-        running = _running_values(running_mean, running_cov, x.dtype, options)
-    parameters = (weight, bias, mean_weight, var_weight)
-    plain = _needs_plain_operations()
-    if plain:
+    parameters = Parameters(weight, bias, mean_weight, var_weight)
+    running = Running(running_mean, running_cov)
+    if _must_be_seen():
         with torch.autocast(x.device.type, enabled=False):
-            y, batch_mean, batch_cov = composed_switch_whiten(x, *parameters, running, options)
-        count = x.shape[0]
-    elif x.numel() > 0:
+            return _composed(x, parameters, running, options)
+    if x.numel() > 0:
         pixels = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
-        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(
-            pixels, *parameters, running, options
-        )
-    elif group is not None and training and options.of_batch:
-        # The other ranks wait for this one, in backward too.
-        y, batch_mean, batch_cov, count = FusedSwitchWhiten.apply(
-            x[:0], *parameters, running, options
-        )
-        y = y.reshape(x.shape)
+    elif group is not None and options.of_this_batch:
+        pixels = x[:0]  # The other ranks wait for this one, in backward too.
     else:
-        return _empty_output(x, *parameters)
-    if batch_mean is not None:
-        tensors = (running_mean, running_cov, batch_mean, batch_cov)
-        by_kernels = not plain and takes_small_kernels(options, *tensors)
-        update = small_kernels.update_running if by_kernels else _update_running
-        update(*tensors, count, momentum)
-    return y
+        return _empty_output(x, parameters)
+    backend = backend_of_call(x, running, options)
+    y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend)
+    return y if x.numel() > 0 else y.reshape(x.shape)
 
 
-def _needs_plain_operations() -> bool:
-    """Whether someone looks into the computation, whom an opaque function would stop."""
+def _must_be_seen() -> bool:
+    """Whether the operations are recorded or transformed, so that they have to be PyTorch's."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -107,40 +93,17 @@ def _needs_plain_operations() -> bool:
     )
 
 
-def _running_values(
-    running_mean: Tensor, running_cov: Tensor, dtype: torch.dtype, options: Options
-) -> tuple[Tensor, Tensor]:
-    """The running mean (g, G) and covariance (g, G, G), or its diagonal if that is all it takes."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    mean, cov = running_mean[..., 0].to(dtype), running_cov.to(dtype)
-    return mean, cov.diagonal(dim1=-2, dim2=-1) if options.diagonal else cov
+def _composed(x: Tensor, parameters: Parameters, running: Running, options: Options) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    of_running = options.of_batch and not options.training
+    values = running_values(running, dtype, options) if of_running else None
+    y, batch_mean, batch_cov = composed_switch_whiten(x, *parameters, values, options)
+    if batch_mean is not None:
+        update_running(running, batch_mean, batch_cov, x.shape[0], options.momentum)
+    return y
 
 
-@torch.no_grad()
-def _update_running(
-    running_mean: Tensor,
-    running_cov: Tensor,
-    mean: Tensor,
-    cov: Tensor,
-    count: int | Tensor,
-    momentum: float,
-) -> None:
-    """running ← (1 - momentum) running + momentum batch (Algorithm 1, lines 7 and 8).
-
-    Args:
-        running_mean, running_cov: (g, G, 1) and (g, G, G), changed in place.
-        mean: (g, G).
-        cov: (g, G, G), or variances (g, G): then only the diagonal of `running_cov` changes.
-        count: pixels of the batch; nothing changes if it is 0.
-    """
-    if isinstance(count, Tensor):
-        momentum = momentum * (count > 0).to(running_mean.dtype)
-    running_mean.lerp_(mean[..., None].to(running_mean.dtype), momentum)
-    target = running_cov if cov.dim() == 3 else running_cov.diagonal(dim1=-2, dim2=-1)
-    target.lerp_(cov.to(running_cov.dtype), momentum)
-
-
-def _empty_output(x: Tensor, *parameters: Tensor | None) -> Tensor:
+def _empty_output(x: Tensor, parameters: Parameters) -> Tensor:
     # No pixel has passed, so each parameter's gradient is zero, but it is there: optimizers and
     # DistributedDataParallel expect it.
     zero = sum(p.sum() for p in parameters if p is not None) * 0

@@ -9,6 +9,7 @@ in which nothing depends on the sample leads with 1.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ STATISTICS = ("bw", "iw", "bn", "in", "ln")
 WHITENING = frozenset({"bw", "iw"})
 OF_BATCH = frozenset({"bw", "bn"})
 OF_SAMPLE = frozenset({"iw", "in", "ln"})
+
+
+class Statistics(NamedTuple):
+    """Means and (co)variances; those that the set does not need are None.
+
+    Attributes:
+        mean, cov: of each sample, (N, g, G) and (N, g, G, G).
+        batch_mean, batch_cov: of the batch, (g, G) and (g, G, G).
+    """
+
+    mean: Tensor | None
+    cov: Tensor | None
+    batch_mean: Tensor | None
+    batch_cov: Tensor | None
 
 
 def mix(
@@ -79,19 +94,18 @@ def mix_backward(
     names: Sequence[str],
     omega_mean: Tensor,
     omega_cov: Tensor,
-    statistics: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    statistics: Statistics,
     grad_mean: Tensor,
     grad_cov: Tensor,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]]:
+) -> tuple[Tensor, Tensor, Statistics]:
     """The gradients of `mix` with respect to ω, ω' and the statistics.
 
     Args:
-        statistics: mean, cov, batch_mean, batch_cov, as given to `mix`.
+        statistics: as given to `mix`.
         grad_mean, grad_cov: of μ̂ and Σ̂, in their shapes; grad_cov is symmetric.
 
     Returns:
-        (K,), (K,), and the gradients of the four statistics, as the type that they came in; None
-        for those that are None.
+        (K,), (K,), and the gradients of the four statistics, None for those that are None.
     """
     diagonal = not WHITENING & set(names)
     weights = dict(zip(names, zip(omega_mean.unbind(), omega_cov.unbind())))
@@ -141,7 +155,7 @@ def mix_backward(
         to_cov = torch.zeros_like(cov) if to_cov is None else to_cov
         (to_cov if diagonal else _diagonal(to_cov)).add_(to_variance)
     grads = (torch.stack(grad) for grad in zip(*(grad_omegas[name] for name in names)))
-    return *grads, type(statistics)(to_mean, to_cov, to_batch_mean, to_batch_cov)
+    return *grads, Statistics(to_mean, to_cov, to_batch_mean, to_batch_cov)
 
 
 def layer_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

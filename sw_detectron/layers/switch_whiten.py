@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .functional import WHITENING_METHODS, switch_whiten
-from .mixing import STATISTICS
+from .mixing import OF_BATCH, OF_SAMPLE, STATISTICS, WHITENING
 
 
 class SwitchWhiten2d(nn.Module):
@@ -135,6 +135,21 @@ class SwitchWhiten2d(nn.Module):
         self.frozen = True
         return self.requires_grad_(False)
 
+    @property
+    def uses_batch(self) -> bool:
+        """Some statistic is that of the batch, in evaluation the running one: "bw" or "bn"."""
+        return not OF_BATCH.isdisjoint(self.statistics)
+
+    @property
+    def uses_sample(self) -> bool:
+        """Some statistic is that of each sample: "iw", "in" or "ln"."""
+        return not OF_SAMPLE.isdisjoint(self.statistics)
+
+    @property
+    def whitens(self) -> bool:
+        """Some statistic is a whole covariance, not only its diagonal: "bw" or "iw"."""
+        return not WHITENING.isdisjoint(self.statistics)
+
     def importance(self) -> dict[str, dict[str, float]]:
         """The mixing ratios: {"mean": {"bw": ω_bw, …}, "cov": {"bw": ω'_bw, …}}."""
         var_weight = self.sw_mean_weight if self.sw_var_weight is None else self.sw_var_weight
@@ -189,7 +204,7 @@ class SwitchWhiten2d(nn.Module):
     def extra_repr(self) -> str:
         text = f"{self.num_features}, num_pergroup={self.num_pergroup}"
         text += f", statistics={self.statistics}"
-        if {"bw", "iw"} & set(self.statistics):
+        if self.whitens:
             text += f", whitening={self.whitening!r}"
             if self.whitening == "newton":
                 text += f", num_iterations={self.num_iterations}"

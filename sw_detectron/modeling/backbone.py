@@ -23,6 +23,11 @@ def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
     name alone.
     """
     sw = cfg.MODEL.SW
+    if not sw.NORM:
+        raise UserError(
+            "MODEL.SW.NORM is empty: name the norm of the placed layers, such as SW; for a network "
+            "without SW, set MODEL.SW.PLACEMENT to none"
+        )
     if sw.NORM not in SW_NORMS:
         if sw.STATISTICS:
             raise UserError(
@@ -66,13 +71,9 @@ def with_norms(
             f"norm {norm!r} takes no options, got {', '.join(options)}; "
             f"use one of {', '.join(SW_NORMS)}"
         )
-    try:
-        factory = functools.partial(SW_NORMS[norm], **options) if options else norm
-        replace_norms(resnet, placement, factory)
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"the norm of the placed layers does not fit: {error.args[0]}") from None
+    replace_norms(
+        resnet, placement, functools.partial(SW_NORMS[norm], **options) if options else norm
+    )
     return resnet
 
 

@@ -10,24 +10,26 @@ of every image of every rank, whatever the images' sizes and however they are cu
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..layers import SwitchWhiten2d, passes
-from ..layers.mixing import OF_BATCH, WHITENING
+from ..layers import SwitchWhiten2d, plain
+from .observing import in_evaluation, observed
 
 logger = logging.getLogger(__name__)
 
-# Images (N, 3, H, W), or a list of Detectron2's inputs, as the model takes them.
-Batch = Tensor | Sequence[dict]
+# As the model takes them: images (N, 3, H, W), a list of Detectron2's inputs, or a dict of tensors
+# whose first dimension is N, as a classifier's.
+Batch = Tensor | Sequence[dict] | Mapping[str, Tensor]
 
 # By name: a norm, which has `num_features` (C), and the G of its input's covariance.
 Layers = dict[str, tuple[nn.Module, int]]
@@ -50,18 +52,15 @@ class PooledMoments:
     def __init__(self, layers: Layers):
         self._layers = layers
         self._pools = {name: _Pool(*layer) for name, layer in layers.items()}
-        self._handles = []
+        modules = {name: module for name, (module, _) in layers.items()}
+        self._observed = observed(modules, lambda name, x, _: self._pools[name].add_images(x))
 
     def __enter__(self) -> "PooledMoments":
-        for name, (module, _) in self._layers.items():
-            pool = self._pools[name]
-            hook = lambda _, inputs, pool=pool: pool.add_images(inputs[0])  # noqa: E731
-            self._handles.append(module.register_forward_pre_hook(hook))
+        self._observed.__enter__()
         return self
 
-    def __exit__(self, *_) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def __exit__(self, *error) -> None:
+        self._observed.__exit__(*error)
 
     def result(self) -> dict[str, Moments]:
         """The moments by name, without the layers that no pixel reached on any rank.
@@ -94,7 +93,7 @@ class _Pool:
         if not x.numel():
             return
         for image in x.detach().split(1):  # one at a time, for float64 doubles them
-            mean, cov = passes.moments(image.double(), self.mean.shape[1], diagonal=False)
+            mean, cov = plain.moments(image.double(), self.mean.shape[1], diagonal=False)
             self.add(image.shape[2] * image.shape[3], mean[0], cov[0])
 
     def add(self, count: int, mean: Tensor, cov: Tensor) -> None:
@@ -157,7 +156,7 @@ def input_moments(
         reached is left out, with a warning.
 
     Raises:
-        UserError: there is no image at all.
+        UserError: there is no image at all, or the model does not take tensors.
     """
     return _run(model, layers, _first_images(batches, num_images, progress))
 
@@ -182,8 +181,7 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], num_images: int) -> No
     if not layers:
         logger.info("No layer to calibrate: none takes statistics of the batch, or all are frozen.")
         return
-    with _modes_restored(model), _running_values_restored(layers):
-        model.eval()
+    with in_evaluation(model), _running_values_restored(layers):
         for layer, _ in layers.values():
             layer.train()
         moments = _run(model, layers, _in_step(_first_images(batches, num_images)))
@@ -196,9 +194,7 @@ def calibrated_layers(model: nn.Module) -> Layers:
     return {
         name: (module, module.num_pergroup)
         for name, module in model.named_modules()
-        if isinstance(module, SwitchWhiten2d)
-        and OF_BATCH & set(module.statistics)
-        and not module.frozen
+        if isinstance(module, SwitchWhiten2d) and module.uses_batch and not module.frozen
     }
 
 
@@ -211,7 +207,7 @@ def set_running_values(layer: SwitchWhiten2d, mean: Tensor, cov: Tensor) -> None
         cov: (g, G, G).
     """
     layer.running_mean.copy_(mean.view_as(layer.running_mean))
-    if WHITENING & set(layer.statistics):
+    if layer.whitens:
         layer.running_cov.copy_(cov)
     else:
         layer.running_cov.diagonal(dim1=-2, dim2=-1).copy_(cov.diagonal(dim1=-2, dim2=-1))
@@ -240,8 +236,7 @@ def unfuse(
     Raises:
         UserError: there is no image.
     """
-    with _modes_restored(model):
-        model.eval()
+    with in_evaluation(model):
         moments = input_moments(model, layers, batches, num_images)
     for name, (mean, cov) in moments.items():
         layer = layers[name][0]
@@ -260,7 +255,10 @@ def _run(model: nn.Module, layers: Layers, batches: Iterable[Batch]) -> dict[str
     like = _any_tensor(model)
     with PooledMoments(layers) as pooled:
         for batch in batches:
-            model(batch.to(like) if isinstance(batch, Tensor) else batch)
+            if isinstance(batch, Tensor):
+                _check_takes_tensors(model)
+                batch = batch.to(like)
+            model(batch)
     moments = pooled.result()
     if layers and not moments:
         raise UserError("there is no image to take statistics of: give at least one")
@@ -269,15 +267,30 @@ def _run(model: nn.Module, layers: Layers, batches: Iterable[Batch]) -> dict[str
     return moments
 
 
+def _check_takes_tensors(model: nn.Module) -> None:
+    architecture = getattr(model, "module", model)  # without DistributedDataParallel
+    if any(type(architecture) is known for _, known in META_ARCH_REGISTRY):
+        raise UserError(
+            f"{type(architecture).__name__} takes what its data loader gives, not images as a "
+            "tensor: give that, or calibrate its backbone, with normalized images"
+        )
+
+
 def _first_images(batches: Iterable[Batch], num_images: int, progress: str = "") -> Iterator[Batch]:
     used = 0
     hidden = not progress or not comm.is_main_process()
     with tqdm(total=num_images, desc=progress, unit="image", disable=hidden) as bar:
         for batch in batches:
-            batch = batch[: num_images - used]
+            rest = slice(num_images - used)
+            if isinstance(batch, Mapping):
+                batch = {key: value[rest] for key, value in batch.items()}
+                number = len(next(iter(batch.values())))
+            else:
+                batch = batch[rest]
+                number = len(batch)
             yield batch
-            used += len(batch)
-            bar.update(len(batch))
+            used += number
+            bar.update(number)
             if used >= num_images:
                 return
     logger.warning(f"Statistics are of {used} images; {num_images} were asked for.")
@@ -303,16 +316,6 @@ def _in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
         if batch is None:
             batch = torch.empty(0, *next(shape for shape in shapes if shape is not None))
         yield batch
-
-
-@contextmanager
-def _modes_restored(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

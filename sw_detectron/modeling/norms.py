@@ -1,14 +1,19 @@
 """Norms by name: SW's sets of statistics, users' variants, and Detectron2's own."""
 
+import difflib
 import functools
 from collections.abc import Callable
 
 from detectron2.layers import batch_norm
 from torch import nn
 
+from ..errors import UserError
 from ..layers import SwitchWhiten2d
 
 NormFactory = Callable[[int], nn.Module]
+
+# Detectron2's own names, but for those that it has for debugging.
+BUILT_IN = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "naiveSyncBN")
 
 # The sets of the paper's experiments under the names that a config can use.
 SW_NORMS: dict[str, NormFactory] = {
@@ -21,6 +26,12 @@ SW_NORMS: dict[str, NormFactory] = {
 }
 
 _registered: dict[str, NormFactory] = {}
+
+
+class UnknownNorm(UserError, KeyError):
+    """No norm has a name; a KeyError too, for that is what Detectron2 raises then."""
+
+    __str__ = Exception.__str__  # a KeyError's puts quotes around the message
 
 
 def register_norm(name: str, factory: NormFactory, overwrite: bool = False) -> None:
@@ -49,21 +60,25 @@ def get_norm(norm: str | NormFactory | None, out_channels: int) -> nn.Module | N
         norm: a registered or built-in name, a factory, or "" or None for no norm.
 
     Raises:
-        KeyError: no norm has that name.
+        UnknownNorm: no norm has that name.
+        UserError: the channels do not suit a registered norm.
     """
     if isinstance(norm, str) and norm in _registered:
-        return _registered[norm](out_channels)
+        try:
+            return _registered[norm](out_channels)
+        except ValueError as error:
+            raise UserError(f"norm {norm!r} does not fit: {error}") from error
     if isinstance(norm, str) and norm and not _is_built_in(norm):
-        raise KeyError(
-            f"unknown norm {norm!r}: neither one of Detectron2's nor one of {sorted(_registered)}"
-        )
+        names = [*BUILT_IN, *_registered]
+        similar = difflib.get_close_matches(norm, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+        raise UnknownNorm(f"unknown norm {norm!r}: {hint}there are {', '.join(names)}")
     return _get_built_in_norm(norm, out_channels)
 
 
 def _get_built_in_norm(norm: str | NormFactory | None, out_channels: int) -> nn.Module | None:
     """Detectron2's `get_norm` as it was before `detectron2_patches`."""
-    function = batch_norm.get_norm
-    return getattr(function, "built_in", function)(norm, out_channels)
+    return getattr(batch_norm, "built_in_get_norm", batch_norm.get_norm)(norm, out_channels)
 
 
 @functools.cache

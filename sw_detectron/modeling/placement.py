@@ -81,15 +81,28 @@ def numbered_convs(resnet: nn.Module) -> list[NumberedConv]:
     """The convolutions of a ResNet in forward order, shortcuts and attention left out.
 
     Raises:
-        UserError: a block is not built as this module's docstring says.
+        UserError: a block is not built as this module's docstring says, or a norm and its
+            convolution have different channels.
     """
     convs = []
     for prefix, stage, block in _blocks(resnet):
         for index, (name, norm_name) in enumerate(_convs_and_norms(resnet, prefix, stage), start=1):
             module = resnet.get_submodule(name)
             number = len(convs) + 1
-            convs.append(NumberedConv(number, name, stage, block, index, module, norm_name))
+            conv = NumberedConv(number, name, stage, block, index, module, norm_name)
+            channels = channels_of(norm_of(resnet, conv))
+            if channels not in (None, conv.channels):
+                raise UserError(
+                    f"the structure of this {type(resnet).__name__} is not understood: "
+                    f"{norm_name} has {channels} channels, and {name} gives {conv.channels}"
+                )
+            convs.append(conv)
     return convs
+
+
+def channels_of(norm: nn.Module | None) -> int | None:
+    """The channels of a norm's input; None if it does not say."""
+    return getattr(norm, "num_features", getattr(norm, "num_channels", None))
 
 
 def norm_of(resnet: nn.Module, conv: NumberedConv) -> nn.Module | None:
@@ -129,7 +142,7 @@ def _convs_and_norms(resnet: nn.Module, prefix: str, stage: str) -> list[tuple[s
         parts += ["maxpool"] if stage == "stem" else []
         names = [name for part in parts for name in _convs_and_norms_inside(block, part)]
         pairs = list(zip(names[::2], names[1::2]))
-        if [_is_norm(block.get_submodule(name)) for name in names] != [False, True] * len(pairs):
+        if [is_norm(block.get_submodule(name)) for name in names] != [False, True] * len(pairs):
             pairs = []
     if numbers != list(range(1, len(numbers) + 1)) or not 0 < len(numbers) <= len(pairs):
         raise UserError(
@@ -159,11 +172,11 @@ def _convs_and_norms_inside(block: nn.Module, name: str) -> list[str]:
     parts = {name: child}
     if isinstance(child, nn.Sequential):
         parts = {f"{name}.{inner}": module for inner, module in child.named_children()}
-    return [part for part, m in parts.items() if isinstance(m, nn.Conv2d) or _is_norm(m)]
+    return [part for part, m in parts.items() if isinstance(m, nn.Conv2d) or is_norm(m)]
 
 
-def _is_norm(module: nn.Module | None) -> bool:
-    # All variants of BN, and SW, have a running mean.
+def is_norm(module: nn.Module | None) -> bool:
+    """A module is BN of any kind, SW (both have a running mean), or GN."""
     return hasattr(module, "running_mean") or isinstance(module, nn.GroupNorm)
 
 

@@ -1,5 +1,7 @@
 """The SW layers of a model, for people to read."""
 
+import logging
+from collections import Counter
 from typing import NamedTuple
 
 from tabulate import tabulate
@@ -7,7 +9,10 @@ from torch import nn
 
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
+from .observing import observed
 from .placement import find_resnet, norm_of, numbered_convs
+
+logger = logging.getLogger(__name__)
 
 
 class SWLayer(NamedTuple):
@@ -64,3 +69,34 @@ def sw_table(model: nn.Module) -> str:
     if not any(row[-1] for row in rows):
         rows, headers = [row[:-1] for row in rows], headers[:-1]
     return tabulate(rows, headers=headers, tablefmt="simple")
+
+
+def warn_of_shared_layers(model: nn.Module) -> None:
+    """Warn, after the model's next run in training, of SW layers that it has called more than once.
+
+    Each call has statistics of its own then, and evaluation has one set of running values for all:
+    so it is where a head of the user's own runs on all levels of a pyramid. Detectron2's heads give
+    each level a layer, see `detectron2_patches`.
+    """
+    layers = {
+        row.name: row.layer
+        for row in sw_layers(model)
+        if row.layer.uses_batch and not row.layer.frozen
+    }
+    calls = Counter()
+    watching = observed(layers, lambda name, x, output: calls.update([name]))
+    watching.__enter__()
+
+    def tell(*_) -> None:
+        if model.training:
+            watching.__exit__(None, None, None)
+            handle.remove()
+            if shared := [name for name, number in calls.items() if number > 1]:
+                logger.warning(
+                    f"A run of the model calls {', '.join(shared)} {max(calls.values())} times: "
+                    "evaluation will use the same running values for all calls, which differs from "
+                    "training if their inputs differ; give each a layer of its own"
+                )
+        calls.clear()
+
+    handle = model.register_forward_hook(tell)

@@ -84,7 +84,7 @@ def _scale_error(layer: SwitchWhiten2d) -> float:
 
 def _scale(layer: SwitchWhiten2d, variance: Tensor) -> Tensor:
     """The diagonal of Σ^(-1/2) as the layer takes it, for a diagonal Σ; (g, G) to (g, G)."""
-    if not {"bw", "iw"} & set(layer.statistics):
+    if not layer.whitens:
         return variance.rsqrt()
     cov = variance.diag_embed()
     if layer.whitening == "eigh":

@@ -16,9 +16,9 @@ from detectron2.data import DatasetCatalog, DatasetFromList, MetadataCatalog
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets as torchvision_datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import v2
 
+from ...data.images import decode_image, image_files, is_visible, why_unreadable
 from ...data.registration import datasets_root, register_dataset
 from ...errors import UserError
 from .model import IGNORED_LABEL
@@ -130,15 +130,19 @@ def _read_cifar(dataset: type, root: Path, train: bool) -> torchvision_datasets.
 
 
 def _find_classes(folder: Path) -> tuple[str, ...]:
-    classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
+    entries = os.scandir(folder)
+    classes = tuple(sorted(e.name for e in entries if e.is_dir() and is_visible(e.name)))
     if not classes:
         raise UserError(f"no class folders in {str(folder)!r}; images belong in {folder}/CLASS/")
     return classes
 
 
 def find_images(folder: Path) -> list[dict]:
-    labels = {name: label for label, name in enumerate(_find_classes(folder))}
-    images = make_dataset(str(folder), labels, IMG_EXTENSIONS, allow_empty=True)
+    images = [
+        (str(file), label)
+        for label, name in enumerate(_find_classes(folder))
+        for file in image_files(folder / name)
+    ]
     if not images:
         raise UserError(f"no images in {str(folder)!r}; they belong in {folder}/CLASS/")
     # By name, so that the first images of a data set that is numbered over all classes, such as
@@ -222,8 +226,8 @@ class LabelledImages(Dataset):
             record = self._records[i % len(self._records)]
             try:
                 image = _decode(record)
-            except Exception as error:  # Pillow raises many kinds for broken files
-                corrupt[record["file_name"]] = str(error) or type(error).__name__
+            except Exception as error:
+                corrupt[record["file_name"]] = why_unreadable(error)
                 continue
             return {"image": self._transform(image), "label": record["label"], "corrupt": corrupt}
         black = self._transform(Image.new("RGB", (1, 1)))
@@ -275,10 +279,8 @@ class CorruptImages:
 
 
 def _decode(record: dict) -> Image.Image:
-    if "image" in record:
-        return Image.fromarray(record["image"])
-    with Image.open(record["file_name"]) as image:
-        return image.convert("RGB")
+    pixels = record["image"] if "image" in record else decode_image(record["file_name"], "RGB")
+    return Image.fromarray(pixels)
 
 
 # Transforms

@@ -18,7 +18,6 @@ from .data import (
     MAX_CORRUPT_SHARE,
     CorruptImages,
     LabelledImages,
-    check_classes,
     collate,
     load_records,
     test_transform,
@@ -81,8 +80,6 @@ class ClassificationTrainer(Trainer):
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> TrainBatches:
         num_classes = cfg.MODEL.CLASSIFIER.NUM_CLASSES
-        # All at the start: the test data would else be refused after the first epoch.
-        check_classes((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST), num_classes)
         records = load_records(cfg.DATASETS.TRAIN, num_classes)
         if cfg.SOLVER.IMS_PER_BATCH % comm.get_world_size():
             raise UserError(
@@ -136,5 +133,5 @@ class ClassificationTrainer(Trainer):
         metric = "classification/top1_error"
         if len(self.cfg.DATASETS.TEST) > 1:
             metric = f"{self.cfg.DATASETS.TEST[0]}/{metric}"
-        weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR)
+        weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR, cfg=self.cfg)
         return BestCheckpointer(self.cfg.TEST.EVAL_PERIOD, weights, metric, mode="min")

@@ -8,7 +8,9 @@ from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
 from ...data import register_shapes
+from ...data.check import Wanted
 from ...task import Task, register_task
+from .check import check_objects, wanted_by_detector
 from .evaluators import EVALUATORS
 from .page import predictions_section
 from .results import detection_results
@@ -22,6 +24,10 @@ class Detection(Task):
     output = "instances"
     trainer = DetectionTrainer
     evaluators = EVALUATORS
+    checks = {"thing_classes": check_objects}
+
+    def wanted(self, cfg: CfgNode) -> Wanted:
+        return wanted_by_detector(cfg)
 
     def class_names(self, metadata: Metadata) -> Sequence[str]:
         return metadata.get("thing_classes", ())

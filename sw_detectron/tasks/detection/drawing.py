@@ -12,12 +12,12 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
-from detectron2.data.detection_utils import read_image
 from detectron2.structures import BoxMode
 from detectron2.utils.visualizer import Visualizer
 from matplotlib.figure import Figure
 
 from ...analysis.drawing import PALETTE, save_figure
+from ...data.images import read_image
 
 
 def draw_predictions(

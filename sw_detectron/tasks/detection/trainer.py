@@ -1,5 +1,7 @@
 """The trainer of detectors."""
 
+from collections.abc import Callable
+
 from detectron2.config import CfgNode
 from detectron2.modeling import GeneralizedRCNN, GeneralizedRCNNWithTTA, PanopticFPN
 from torch import nn
@@ -7,10 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.trainer import Trainer
 from ...errors import UserError
+from .mapper import DetectionMapper
 
 
 class DetectionTrainer(Trainer):
     """The `Trainer` of Detectron2's detectors, instance and panoptic models."""
+
+    @classmethod
+    def build_mapper(cls, cfg: CfgNode, is_train: bool) -> Callable[[dict], dict]:
+        return DetectionMapper(cfg, is_train)
 
     @classmethod
     def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:

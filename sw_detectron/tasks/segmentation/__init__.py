@@ -6,8 +6,10 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
+from ...data.check import Classes, Wanted
 from ...task import Task, register_task
 from . import dilated_resnet, psp_head  # noqa: F401  they register themselves
+from .check import check_label_maps
 from .config import add_segmentation_config
 from .data import register_configured_folders, register_folders
 from .evaluator import build_segmentation_evaluator
@@ -28,6 +30,15 @@ class Segmentation(Task):
         # Not by Cityscapes' own scripts, whose mIoU is the same: they also want to be installed.
         "cityscapes_sem_seg": build_segmentation_evaluator,
     }
+
+    checks = {"stuff_classes": check_label_maps}
+
+    def wanted(self, cfg: CfgNode) -> Wanted:
+        head = cfg.MODEL.SEM_SEG_HEAD
+        return Wanted(
+            {"stuff_classes": Classes("MODEL.SEM_SEG_HEAD.NUM_CLASSES", head.NUM_CLASSES)},
+            ignore=("MODEL.SEM_SEG_HEAD.IGNORE_VALUE", head.IGNORE_VALUE),
+        )
 
     def add_config(self, cfg: CfgNode) -> None:
         add_segmentation_config(cfg)

@@ -8,20 +8,20 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from PIL import Image
 
-from ...data.images import ImageFolder
+from ...data.images import ImageFolder, why_unreadable
 from ...data.registration import register_dataset
 from ...errors import UserError
 
 _KEYS = ("IMAGES", "LABELS", "CLASSES", "IGNORE_LABEL")
 
 
-def read_labels(path: str, num_classes: int, ignore_label: int, dtype=np.uint8) -> np.ndarray:
+def read_labels(path: str, num_classes: int, ignore_label: int, dtype=None) -> np.ndarray:
     """The labels of an image, (H, W): the pixel values of a file with one channel, or with a
     palette, which is left unread.
 
     Args:
-        num_classes: labels are below it, or `ignore_label`.
-        dtype: of the result.
+        num_classes: labels are from 0 and below it, or `ignore_label`.
+        dtype: of the result; by default the smallest that holds them all.
 
     Raises:
         UserError: the file is no label map, or has other labels.
@@ -29,20 +29,22 @@ def read_labels(path: str, num_classes: int, ignore_label: int, dtype=np.uint8) 
     try:
         with Image.open(path) as image:
             labels = np.array(image)
-    except Exception as error:  # Pillow's decoders have many kinds of errors
-        raise UserError(f"labels {path!r} cannot be read: {error}") from None
+    except Exception as error:
+        raise UserError(f"labels {path!r} cannot be read: {why_unreadable(error)}") from None
     if labels.ndim != 2:
         raise UserError(
             f"labels {path!r} have {labels.shape[2]} channels; a label map has one, whose values "
             "are the classes' numbers"
         )
-    wrong = labels[(labels >= num_classes) & (labels != ignore_label)]
+    is_class = (labels >= 0) & (labels < num_classes) & (labels % 1 == 0)
+    wrong = labels[~is_class & (labels != ignore_label)]
     if wrong.size:
         raise UserError(
-            f"labels {path!r} have the value {wrong[0]}, but there are {num_classes} classes, and "
-            f"the label to ignore is {ignore_label}"
+            f"labels {path!r} have the value {wrong[0]}, but there are {num_classes} classes, "
+            f"numbered from 0, and the label to ignore is {ignore_label}"
         )
-    return labels.astype(dtype)
+    smallest = np.result_type(*map(np.min_scalar_type, (num_classes - 1, ignore_label)))
+    return labels.astype(dtype or smallest)
 
 
 def check_label_size(record: dict, image: np.ndarray) -> None:
@@ -54,8 +56,9 @@ def check_label_size(record: dict, image: np.ndarray) -> None:
     try:
         with Image.open(record["sem_seg_file_name"]) as labels:
             width, height = labels.size
-    except OSError as error:
-        raise UserError(f"labels cannot be read: {error}") from None
+    except Exception as error:
+        path = record["sem_seg_file_name"]
+        raise UserError(f"labels {path!r} cannot be read: {why_unreadable(error)}") from None
     if image.shape[:2] != (height, width):
         raise UserError(
             f"image {record['file_name']!r} has {image.shape[1]} x {image.shape[0]} pixels, its "

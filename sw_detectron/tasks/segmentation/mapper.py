@@ -12,11 +12,15 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import check_image_size, read_image
+from detectron2.data.detection_utils import check_image_size
 from fvcore.transforms.transform import NoOpTransform, Transform
 from PIL import Image, ImageFilter
 
+from ...data.images import read_image
 from .data import check_label_size, read_labels
+
+NO_LABEL = 255
+"""What labels are to ignore, in each byte of those that are augmented."""
 
 
 class RandomScale(T.Augmentation):
@@ -124,12 +128,15 @@ class PadTransform(Transform):
 
 
 def build_augmentations(cfg: CfgNode, is_train: bool) -> list[T.Augmentation]:
-    """The augmentations of the keys of INPUT; in tests, only the resizing to MIN_SIZE_TEST."""
+    """The augmentations of the keys of INPUT; in tests, only the resizing to MIN_SIZE_TEST.
+
+    Where they add to an image, they label what they add NO_LABEL.
+    """
     inputs = cfg.INPUT
     if not is_train:
         return [T.ResizeShortestEdge(inputs.MIN_SIZE_TEST, inputs.MAX_SIZE_TEST)]
     color = [round(value) for value in cfg.MODEL.PIXEL_MEAN]
-    border = {"color": color, "ignore_label": cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE}
+    border = {"color": color, "ignore_label": NO_LABEL}
     augmentations = [RandomScale(*inputs.RANDOM_SCALE)]
     if inputs.RANDOM_ROTATION:
         augmentations.append(RandomRotation(inputs.RANDOM_ROTATION, **border))
@@ -169,14 +176,27 @@ class SegmentationMapper:
         image = read_image(record["file_name"], format=self._format)
         check_image_size(record, image)
         check_label_size(record, image)
-        labels = None
         if self._is_train:
             path = record["sem_seg_file_name"]
-            labels = read_labels(path, self._num_classes, self._ignore_label)
-        inputs = T.AugInput(image, sem_seg=labels)
-        self._augmentations(inputs)
+            labels = read_labels(path, self._num_classes, self._ignore_label, np.int64)
+        inputs = T.AugInput(image)
+        transforms = self._augmentations(inputs)
         pixels = np.ascontiguousarray(inputs.image.transpose(2, 0, 1))
         record["image"] = torch.from_numpy(pixels)
         if self._is_train:
-            record["sem_seg"] = torch.from_numpy(inputs.sem_seg.astype(np.int64))
+            record["sem_seg"] = torch.from_numpy(self._transform_labels(transforms, labels))
         return record
+
+    def _transform_labels(self, transforms: T.TransformList, labels: np.ndarray) -> np.ndarray:
+        """Apply what was drawn for the image to its labels, (H, W), int64.
+
+        Detectron2's and Pillow's nearest neighbours lie differently for numbers of more than a
+        byte. So each byte of the labels is transformed as an image of its own.
+        """
+        dtype = np.min_scalar_type(self._num_classes)  # its largest value is no class
+        none = np.iinfo(dtype).max
+        coded = np.where(labels == self._ignore_label, none, labels).astype(dtype)
+        planes = np.moveaxis(coded[..., None].view(np.uint8), -1, 0)
+        planes = [transforms.apply_segmentation(plane.copy()) for plane in planes]
+        coded = np.stack(planes, axis=-1).view(dtype)[..., 0]
+        return np.where(coded == none, self._ignore_label, coded.astype(np.int64))

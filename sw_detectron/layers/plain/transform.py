@@ -13,38 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels, small_kernels
-from .inverse_sqrt import (
+from ..inverse_sqrt import (
     eigh_inverse_sqrt_backward,
     eigh_inverse_sqrt_forward,
     newton_inverse_sqrt,
     newton_inverse_sqrt_backward,
 )
-from .mixing import mix, mix_backward
-from .options import Options
-
-
-class Statistics(NamedTuple):
-    """Means and (co)variances; those that the set does not need are None.
-
-    Attributes:
-        mean, cov: of each sample, (N, g, G) and (N, g, G, G).
-        batch_mean, batch_cov: of the batch, (g, G) and (g, G, G).
-    """
-
-    mean: Tensor | None
-    cov: Tensor | None
-    batch_mean: Tensor | None
-    batch_cov: Tensor | None
-
-
-class Parameters(NamedTuple):
-    """γ and β, (C,) or None; λ, (K,); λ', (K,) or None if tied."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    mean_weight: Tensor
-    var_weight: Tensor | None
+from ..mixing import Statistics, mix, mix_backward
+from ..options import Options, Parameters
 
 
 class Transform(NamedTuple):
@@ -63,14 +39,32 @@ class Transform(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
+def batch_moments(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments over all pixels of this rank (Eq. 2 without its ε) from those of its samples.
+
+    Every sample has the same number of pixels, so the mean of the means is the batch's mean,
+    and the covariance is that within the samples plus that of their means: no pixel is read.
+
+    Args:
+        mean: (N, g, G).
+        cov: (N, g, G, G), or the variances (N, g, G).
+
+    Returns:
+        mean (g, G) and covariance (g, G, G), or variance (g, G); zeros if there is no sample.
+    """
+    share = 1 / max(len(mean), 1)
+    batch_mean = mean.sum(dim=0) * share
+    offsets = mean - batch_mean
+    if cov.dim() == mean.dim():
+        return batch_mean, (cov + offsets.square()).sum(dim=0) * share
+    between = (offsets[..., :, None] * offsets[..., None, :]).add_(cov)
+    return batch_mean, between.sum(dim=0) * share
+
+
 def whitening_transform(
     statistics: Statistics, parameters: Parameters, dtype: torch.dtype, options: Options
 ) -> Transform:
     """Mix the statistics, and whiten with the mixture (Eqs. 5 and 6)."""
-    if _by_small_kernels(statistics, parameters, options):
-        return Transform(
-            *small_kernels.whitening_transform(*statistics, *parameters, *_for_kernels(options))
-        )
     omegas = _omegas(parameters, dtype)
     center, cov = mix(options.statistics, *omegas, *statistics, options.eps)
     root, saved = _inverse_sqrt(cov, options)
@@ -99,12 +93,6 @@ def whitening_transform_backward(
     Returns:
         The gradients of the parameters and of the statistics, and A.
     """
-    if _by_small_kernels(statistics, parameters, options):
-        weight, _, *lambdas = parameters
-        grad_parameters, grad_statistics, matrix = small_kernels.whitening_transform_backward(
-            product, total, saved, *statistics, weight, *lambdas, *_for_kernels(options)
-        )
-        return Parameters(*grad_parameters), Statistics(*grad_statistics), matrix
     root, *for_root = saved
     omegas = _omegas(parameters, root.dtype)
     grad_weight = grad_bias = None
@@ -136,7 +124,6 @@ def input_coefficients(
     center: Tensor,
     length: int,
     count: int | Tensor | None,
-    options: Options,
 ) -> tuple[Tensor | None, Tensor]:
     """S and t of the part of dx that goes through the statistics, S (x - μ̂) + t.
 
@@ -152,13 +139,9 @@ def input_coefficients(
     Returns:
         S (N, g, G, G), None if it is zero, and t (N, g, G).
     """
-    if takes_small_kernels(options, center, *gradients):
-        return small_kernels.input_coefficients(
-            *gradients, statistics.mean, statistics.batch_mean, center, length, count
-        )
     parts = []
     if gradients.mean is not None:
-        parts.append((gradients.mean, gradients.cov, statistics.mean, 1 / length))
+        parts.append((gradients.mean, gradients.cov, statistics.mean, 1 / max(length, 1)))
     if gradients.batch_mean is not None:
         scale = 1 / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
         batch = (gradients.batch_mean, gradients.batch_cov, statistics.batch_mean)
@@ -170,20 +153,6 @@ def input_coefficients(
         matrix = part if matrix is None else matrix + part
         shift = offset if shift is None else shift + offset
     return matrix, torch.zeros_like(center) if shift is None else shift
-
-
-def takes_small_kernels(options: Options, *tensors: Tensor | None) -> bool:
-    return small_kernels.supported(
-        options.statistics, options.whitening, options.num_pergroup, *tensors
-    )
-
-
-def _by_small_kernels(statistics: Statistics, parameters: Parameters, options: Options) -> bool:
-    return takes_small_kernels(options, *parameters, *statistics)
-
-
-def _for_kernels(options: Options) -> tuple[tuple[str, ...], float, int]:
-    return options.statistics, options.eps, options.num_iterations
 
 
 def times(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -213,8 +182,7 @@ def _inverse_sqrt(cov: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, 
     if options.whitening == "eigh":
         root, *pairs = eigh_inverse_sqrt_forward(cov, floor=options.eps)
         return root, tuple(pairs)
-    iterate = kernels.newton_inverse_sqrt if kernels.available(cov) else newton_inverse_sqrt
-    return iterate(cov, options.num_iterations), (cov,)
+    return newton_inverse_sqrt(cov, options.num_iterations), (cov,)
 
 
 def _inverse_sqrt_backward(
@@ -225,7 +193,5 @@ def _inverse_sqrt_backward(
     if options.whitening == "eigh":
         return eigh_inverse_sqrt_backward(*saved, grad)
     (cov,) = saved
-    if kernels.available(cov):
-        return kernels.newton_inverse_sqrt_backward(cov, grad, options.num_iterations)
     flat = (cov.flatten(0, 1), grad.flatten(0, 1))
     return newton_inverse_sqrt_backward(*flat, options.num_iterations).view_as(cov)

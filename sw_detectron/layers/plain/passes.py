@@ -6,16 +6,13 @@ Shape shorthand in this module:
 
 Each pass reads x once, in its own memory format, and exchanges only small tensors with the rest:
 means (N, g, G) and matrices (N, g, G, G). Where no whitening takes part, a matrix is diagonal and
-given as (N, g, G). A first dimension of 1 stands for N equal ones. On a GPU the passes are the
-Triton kernels of `kernels`; the code here serves all other cases.
+given as (N, g, G). A first dimension of 1 stands for N equal ones.
 """
 
 import math
 
 import torch
 from torch import Tensor
-
-from . import kernels
 
 # Centred pixels are made and consumed piece by piece, of a size (in values) that stays in a
 # core's cache: 1 MB of float32.
@@ -37,8 +34,6 @@ def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tenso
     Returns:
         mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G).
     """
-    if not diagonal and kernels.available(x, num_pergroup):
-        return kernels.moments(x, num_pergroup)
     x = _at_least_float32(x)
     if diagonal:
         variance, mean = torch.var_mean(x, dim=(2, 3), correction=0)
@@ -61,11 +56,7 @@ def affine(x: Tensor, center: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     Returns:
         y (N, C, H, W), in the dtype and memory format of x.
     """
-    n, num_pergroup = x.shape[0], center.shape[-1]
-    diagonal = matrix.dim() == 3
-    if not diagonal and kernels.available(x, num_pergroup):
-        return kernels.affine(x, _repeat(center, n), _repeat(matrix, n), _repeat(bias, n))
-    if diagonal:
+    if matrix.dim() == 3:
         scale, shift = _per_channel(matrix), _per_channel(bias - matrix * center)
         return torch.addcmul(shift, _at_least_float32(x), scale).to(x.dtype)
     bias = bias - _times(matrix, center)
@@ -84,9 +75,7 @@ def cross_moments(dy: Tensor, x: Tensor, center: Tensor, diagonal: bool) -> tupl
     Returns:
         D (N, g, G, G), or its diagonal (N, g, G), and s (N, g, G).
     """
-    n, num_pergroup = x.shape[0], center.shape[-1]
-    if not diagonal and kernels.available(x, num_pergroup):
-        return kernels.cross_moments(dy, x, _repeat(center, n))
+    num_pergroup = center.shape[-1]
     dy, x = _at_least_float32(dy), _at_least_float32(x)
     total = dy.sum(dim=(2, 3)).unflatten(1, (-1, num_pergroup))
     if diagonal:
@@ -111,14 +100,8 @@ def input_gradient(
     Returns:
         dx (N, C, H, W), in the dtype and memory format of x.
     """
-    n, num_pergroup = x.shape[0], center.shape[-1]
-    diagonal = dy_matrix.dim() == 3
-    if not diagonal and kernels.available(x, num_pergroup):
-        x_matrix = torch.zeros_like(dy_matrix) if x_matrix is None else x_matrix
-        small = (_repeat(t, n) for t in (center, dy_matrix, x_matrix, bias))
-        return kernels.input_gradient(dy, x, *small)
     dtype, dy, x = x.dtype, _at_least_float32(dy), _at_least_float32(x)
-    if diagonal:
+    if dy_matrix.dim() == 3:
         if x_matrix is None:
             return torch.addcmul(_per_channel(bias), dy, _per_channel(dy_matrix)).to(dtype)
         shift = _per_channel(bias - x_matrix * center)

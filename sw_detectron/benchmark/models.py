@@ -1,0 +1,168 @@
+"""Time and memory of the training steps of whole networks, with SW and without."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import ResNet, build_model
+from detectron2.modeling.backbone import BasicStem
+from detectron2.structures import Boxes, Instances, PolygonMasks
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from ..engine import load_config
+from ..errors import UserError
+from ..modeling import replace_norms
+from .arguments import MEMORY_FORMATS, Shape, format_shape
+from .results import BASELINE, Result
+from .timing import Run, peak_bytes, summarize, time_rounds
+
+MODELS = {  # images, height and width by default: on a CPU and on a GPU
+    "resnet50": ((8, 224, 224), (64, 224, 224)),
+    "mask_rcnn": ((1, 320, 320), (2, 800, 1216)),
+    "semantic": ((2, 233, 233), (2, 713, 713)),  # Cityscapes' crops
+}
+MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
+SEMANTIC_CONFIG = "cityscapes_semantic_R50_SW_7layers_newton.yaml"
+
+
+def benchmark_models(
+    models: Sequence[str],
+    device: torch.device,
+    batch: int | None = None,
+    size: tuple[int, int] | None = None,
+    memory_formats: Sequence[str] = ("contiguous",),
+    amp: bool = False,
+    rounds: int = 25,
+    warmup: int = 3,
+) -> list[Result]:
+    """Training steps with BN everywhere, and with SW at the seven layers of the paper's ResNet-50;
+    for segmentation at its fourteen too.
+
+    A step is a forward pass, a backward pass and an update by SGD, on random images. In one
+    process, as here, SyncBN is BN.
+
+    Args:
+        models: names out of `MODELS`.
+        batch, size: images, and their height and width in pixels; by default those of `MODELS`.
+        memory_formats: names out of `MEMORY_FORMATS`.
+        amp: autocast to bfloat16.
+
+    Returns:
+        Durations of a "training step", and the peak of its memory beyond parameters and momentum,
+        in gigabytes (10^9).
+
+    Raises:
+        UserError: the arguments do not fit each other.
+    """
+    makers = {
+        "resnet50": _classifier_loss,
+        "mask_rcnn": partial(_detectron2_loss, MASK_RCNN_CONFIG, _random_instances),
+        "semantic": partial(_detectron2_loss, SEMANTIC_CONFIG, _random_labels),
+    }
+    results = []
+    for model in models:
+        images, *sides = MODELS[model][device.type == "cuda"]
+        shape = (batch or images, 3, *(size or sides))
+        case = f"{model} {format_shape(shape)}"
+        placements = {BASELINE: "none", "7 x SW": "imagenet"}
+        if model == "semantic":
+            placements["14 x SW"] = "segmentation"
+        for name in memory_formats:
+            steps = {}
+            for contender, placement in placements.items():
+                torch.manual_seed(0)
+                network, loss = makers[model](placement, shape, device, MEMORY_FORMATS[name])
+                steps[contender] = _training_step(network, loss, device, amp)
+            times = time_rounds(steps, device, rounds, warmup, title=f"{case} {name}")
+            for contender, step in steps.items():
+                timings = {"training step": summarize(times[contender], times[BASELINE])}
+                memory = {"peak_gb": peak_bytes(step, device) / 1e9}
+                results.append(Result(case, name, contender, timings, memory))
+    return results
+
+
+def _classifier_loss(
+    placement: str, shape: Shape, device: torch.device, memory_format: torch.memory_format
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A ResNet-50, and its loss on random images (N, 3, H, W)."""
+    stages = ResNet.make_default_stages(50, norm="BN", stride_in_1x1=False)
+    model = ResNet(BasicStem(norm="BN"), stages, num_classes=1000)
+    replace_norms(model, placement)
+    model.to(device, memory_format=memory_format).train()
+    images = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
+    labels = torch.randint(1000, (shape[0],), device=device)
+    return model, lambda: nn.functional.cross_entropy(model(images)["linear"], labels)
+
+
+def _detectron2_loss(
+    config: str,
+    targets: Callable[[CfgNode, tuple[int, int]], dict],
+    placement: str,
+    shape: Shape,
+    device: torch.device,
+    memory_format: torch.memory_format,
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The model of a config, and the sum of its losses on random images (N, 3, H, W).
+
+    Args:
+        targets: gives the entries of an image's input that are to be learned, for a size (H, W).
+    """
+    overrides = ["MODEL.SW.PLACEMENT", placement, "MODEL.DEVICE", str(device)]
+    cfg = load_config(config, overrides)
+    model = build_model(cfg).to(memory_format=memory_format).train()
+    inputs = [
+        {"image": torch.randint(256, shape[1:], dtype=torch.uint8), **targets(cfg, shape[2:])}
+        for _ in range(shape[0])
+    ]
+
+    def loss() -> Tensor:
+        with EventStorage():  # Detectron2's models log into it
+            return sum(model(inputs).values())
+
+    return model, loss
+
+
+def _random_instances(cfg: CfgNode, size: tuple[int, int], count: int = 8) -> dict[str, Instances]:
+    """Diamonds of a tenth to two thirds of the image's height and width."""
+    height, width = size
+    extent = torch.tensor([width, height])
+    side = (0.1 + 0.55 * torch.rand(count, 2)) * extent
+    low = torch.rand(count, 2) * (extent - side)
+    boxes = torch.cat([low, low + side], dim=1)
+    polygons = [
+        [np.array([(x0 + x1) / 2, y0, x1, (y0 + y1) / 2, (x0 + x1) / 2, y1, x0, (y0 + y1) / 2])]
+        for x0, y0, x1, y1 in boxes.tolist()
+    ]
+    instances = Instances(
+        size,
+        gt_boxes=Boxes(boxes),
+        gt_classes=torch.randint(cfg.MODEL.ROI_HEADS.NUM_CLASSES, (count,)),
+        gt_masks=PolygonMasks(polygons),
+    )
+    return {"instances": instances}
+
+
+def _random_labels(cfg: CfgNode, size: tuple[int, int]) -> dict[str, Tensor]:
+    if any(side % 8 != 1 for side in size):
+        raise UserError("for segmentation, the size must be a multiple of 8, plus 1")
+    return {"sem_seg": torch.randint(cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES, size)}
+
+
+def _training_step(
+    model: nn.Module, loss: Callable[[], Tensor], device: torch.device, amp: bool
+) -> Run:
+    # So slow that the network stays about as it is: its predictions decide how much there is to
+    # do for the heads of a detector.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=1e-4)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

@@ -1,0 +1,69 @@
+"""What a conversion is asked for and what it results in."""
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Images:
+    """Where statistics are taken: the first `number` images below `directory`."""
+
+    directory: str
+    number: int
+
+
+@dataclass(frozen=True)
+class PlacedLayer:
+    """A layer of the placement: its number, its convolution's name in the ResNet, its norms."""
+
+    number: int
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted checkpoint and how it came about.
+
+    Attributes:
+        model: the tensors, by Detectron2's names.
+        is_detector: they are those of a whole detector; else of a backbone, perhaps with its
+            classifier, whose names are matched with the endings of a detector's.
+        source: one of `sources.SOURCES`.
+        config: what a config has to say for this checkpoint, by key.
+        placed: the layers of the placement.
+        unused: names of tensors in the source that are not in `model`.
+        left_out: what the source has beside tensors, such as an optimizer's state.
+        notes: what a user should know, in one line each.
+    """
+
+    model: dict[str, Tensor]
+    is_detector: bool
+    source: str
+    config: dict[str, object]
+    placed: list[PlacedLayer]
+    unused: list[str]
+    left_out: list[str]
+    notes: list[str]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """`config` for the checkpoint to carry, with the layers by number too; see `facts`."""
+        return self.config | {"MODEL.SW.LAYERS": [row.number for row in self.placed]}
+
+    def report(self) -> str:
+        """What was done, as a table and a line for each thing to know."""
+        kind = "detector" if self.is_detector else "backbone"
+        table = "no layer was placed"
+        if self.placed:
+            rows = [(row.number, row.name, row.before, "->", row.after) for row in self.placed]
+            headers = ["number", "module", "before", "", "after"]
+            table = tabulate(rows, headers=headers, tablefmt="simple")
+        lines = [f"source: {self.source}, a {kind}", "", table, ""]
+        lines += [f"not used: {name}" for name in self.unused]
+        lines += [f"left out: {name}" for name in self.left_out]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines).rstrip("\n")

@@ -1,0 +1,115 @@
+"""What the command lines of all tools share: parsers, arguments, and how a program ends."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import UserError
+
+INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, as shells have it
+
+
+def run(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
+    """Call `main(args)`; a `UserError` ends the program as `fail` does, Ctrl-C with status 130."""
+    try:
+        main(args)
+    except UserError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def fail(reason: UserError | str) -> NoReturn:
+    """End the program with the line "PROG: error: REASON" on standard error and status 1."""
+    logging.shutdown()
+    # A data loader's worker process puts its traceback before the message.
+    message = str(reason).rpartition(f"{UserError.__name__}: ")[2].strip()
+    sys.exit(f"{sys.argv[0]}: error: {message}")
+
+
+def make_parser(
+    description: str, examples: str | None = None, **options
+) -> argparse.ArgumentParser:
+    """A parser whose help shows the examples, as they are written, below the flags.
+
+    Args:
+        options: further arguments of `ArgumentParser`.
+    """
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+
+
+def add_config_argument(parser: argparse.ArgumentParser, **options) -> None:
+    """Add `--config FILE`, or `--config-file FILE` as Detectron2 has it: `args.config_file`.
+
+    Args:
+        options: further arguments of `add_argument`, such as `action="append"`.
+    """
+    parser.add_argument(
+        "--config",
+        "--config-file",
+        dest="config_file",
+        metavar="FILE",
+        required=True,
+        help="path of a config, or the bare name of one that comes with the package",
+        **options,
+    )
+
+
+def add_overrides_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `KEY VALUE ...` after the flags: `args.opts`, a list of strings."""
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="overrides of the config's keys"
+    )
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number from 1 on."""
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return value
+
+
+def fraction(text: str) -> float:
+    """The type of an argument that is a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
+
+
+def subset_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of an argument that lists distinct names out of `names`, with commas between."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if len(set(chosen)) < len(chosen) or not set(chosen) <= set(names):
+            raise argparse.ArgumentTypeError(f"{text!r} is no set out of {','.join(names)}")
+        return chosen
+
+    return parse
+
+
+def output_folder(path: str | os.PathLike) -> Path:
+    """The folder of a tool's results, made if it is missing.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {str(path)!r}: {error.strerror}") from None
+    return Path(path)

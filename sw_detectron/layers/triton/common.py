@@ -1,0 +1,280 @@
+"""What all kernels share: where they run, how a program finds its work, tiles of small matrices.
+
+Shape shorthand in this package:
+    N: samples;  C: channels;  H, W: height, width;  L = H * W: pixels of a sample
+    g: channel groups;  G = num_pergroup: channels in a group;  C = g * G
+    N': N, or 1 where no statistic of the set depends on the sample
+    K: statistics in the set;  T = num_iterations;  M: pixels of the batch, on all ranks
+    GP: G padded to a power of two >= 16, the side of a matrix tile; the padding is zero
+
+A feature map is read tile by tile of (GP, BLOCK), channels by pixels, in its own dtype. It is
+addressed by the strides of (sample, channel, pixel); H and W are one axis in the contiguous as in
+the channels_last format, so that one kernel serves both, and the compiler finds the contiguous axis
+from the stride that is 1. All that is small is float32.
+
+Products with pixels run on the tensor cores, in tf32, which keeps 11 bits of each factor. An
+ill-conditioned covariance, whose inverse root amplifies errors, wants more, for 16-bit feature maps
+too: centred values no longer fit 11 bits. So a float32 factor is split into two tf32 numbers, and
+the product, as close to float32 as 22 bits, is a sum of two or three. That is affordable: these
+kernels wait for memory. ("tf32x3" is Triton's name for two split factors.) Products of small
+matrices are in true float32 ("ieee").
+
+Sums have a fixed order: equal inputs give equal results, bit by bit.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:  # the kernels are then defined, but never launched
+    from types import SimpleNamespace
+
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda f: f))
+    tl = SimpleNamespace(constexpr=lambda value=None: SimpleNamespace(value=value))
+    HAS_TRITON = False
+
+# Triton decides at the definition of a kernel whether to compile or to interpret it.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+SMALLEST_GROUP, LARGEST_GROUP = 8, 64
+
+# Programs that fill a large GPU (132 multiprocessors, 16 programs each). A constant, rather than
+# a property of the device, so that results do not depend on the device they were computed on.
+PROGRAMS = 132 * 16
+
+# Values of a long vector that a program works on at a time.
+BLOCK = tl.constexpr(1024)
+
+
+def cannot_run_on(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device; None if they can."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return None if INTERPRETED else "Triton's kernels do not run on a CPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "the kernels are for NVIDIA's GPUs"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the kernels need tf32, which came with compute capability 8.0"
+    return None
+
+
+def launch(kernel, programs: int, *arguments, **options) -> None:
+    """Start a kernel on the device of its tensors; the first argument is one."""
+    device = arguments[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        # Loads are either prefetched by hand or left to the many programs: no pipelining.
+        kernel[(programs,)](*arguments, num_stages=1, **options)
+
+
+def padded(num_pergroup: int) -> int:
+    """GP: a power of two, and 16 at least, as tensor cores need."""
+    return max(16, triton.next_power_of_2(num_pergroup))
+
+
+def chunking(
+    length: int, matrices: int, block: int, shortest: int, longest: int
+) -> tuple[int, int]:
+    """Pixels of a chunk, a multiple of `block`, and the number of chunks.
+
+    As many chunks as make `PROGRAMS` programs for `matrices` of them, within the bounds.
+    """
+    pixels = triton.cdiv(length * matrices, PROGRAMS)
+    pixels = min(max(pixels, shortest), longest)
+    pixels = triton.cdiv(pixels, block) * block
+    return pixels, triton.cdiv(length, pixels)
+
+
+def tile_length(length: int, largest: int) -> int:
+    """BLOCK, the pixels of a tile: no more than a small feature map has."""
+    return min(largest, max(16, triton.next_power_of_2(length)))
+
+
+def mapping_plan(length: int, matrices: int, side: int) -> tuple[int, int, int]:
+    """(BLOCK, chunk length, chunks) of a kernel that maps pixels to pixels.
+
+    A chunk has 16 GP pixels at most: enough to make its matrix cheap beside them, and the more
+    programs, the better they share the GPU.
+    """
+    block = tile_length(length, 64 if side == 64 else 128)
+    longest = max(block, 16 * side)
+    return block, *chunking(length, matrices, block, block, longest)
+
+
+def rows_of_tile(num_pergroup: int) -> int:
+    """ROWS of GP values that make a tile for 4 warps."""
+    return 2048 // padded(num_pergroup)
+
+
+def matrix_warps(num_pergroup: int) -> int:
+    """Enough warps for (GP, GP) tiles."""
+    return min(8, padded(num_pergroup) // 4)
+
+
+# ---------------------------------------------------------------------------------------------
+# Pixels
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(groups, chunks):
+    """Sample, group and chunk of this program.
+
+    The group runs fastest: in channels_last, neighbouring groups share the memory lines. Sample
+    and group are int64, as a feature map may exceed 2^31 values.
+    """
+    program = tl.program_id(0)
+    group = program % groups
+    chunk = program // groups % chunks
+    sample = program // groups // chunks
+    return sample.to(tl.int64), group.to(tl.int64), chunk
+
+
+@triton.jit
+def load_tile(rows, pixel, stride_pixel, inside):
+    """The values (GP, BLOCK) of the channels at `rows` (GP,) and the pixels (BLOCK,)."""
+    offsets = pixel.to(tl.int64) * stride_pixel
+    return tl.load(rows[:, None] + offsets[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(rows, pixel, stride_pixel, inside, tile):
+    """The inverse of `load_tile`; `tile` is float32."""
+    offsets = pixel.to(tl.int64) * stride_pixel
+    pointers = rows[:, None] + offsets[None, :]
+    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def split(value):
+    """value = high + low: the 11 leading bits, which tf32 holds, and the rest of a float32."""
+    bits = value.to(tl.int32, bitcast=True)
+    high = ((bits + 4096) & -8192).to(tl.float32, bitcast=True)
+    return high, value - high
+
+
+@triton.jit
+def multiply(matrix, values, total):
+    """total + matrix @ values, for a float32 matrix and values as they were loaded."""
+    if values.dtype == tl.float32:
+        total = tl.dot(matrix, values, total, input_precision="tf32x3")
+    else:
+        # 16-bit values are exact in tf32.
+        high, low = split(matrix)
+        total = tl.dot(high, values.to(tl.float32), total, input_precision="tf32")
+        total = tl.dot(low, values.to(tl.float32), total, input_precision="tf32")
+    return total
+
+
+# ---------------------------------------------------------------------------------------------
+# Small vectors and matrices
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_vector(pointer, G: tl.constexpr, GP: tl.constexpr):
+    """A (G,) vector as float32, padded with zeros to (GP,)."""
+    i = tl.arange(0, GP)
+    return tl.load(pointer + i, mask=i < G, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_vector(pointer, vector, G: tl.constexpr, GP: tl.constexpr):
+    i = tl.arange(0, GP)
+    tl.store(pointer + i, vector.to(pointer.dtype.element_ty), mask=i < G)
+
+
+@triton.jit
+def load_matrix(pointer, G: tl.constexpr, GP: tl.constexpr):
+    """A (G, G) matrix as float32, padded with zeros to (GP, GP)."""
+    i = tl.arange(0, GP)
+    inside = (i < G)[:, None] & (i < G)[None, :]
+    offsets = i[:, None] * G + i[None, :]
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_matrix(pointer, matrix, G: tl.constexpr, GP: tl.constexpr):
+    i = tl.arange(0, GP)
+    inside = (i < G)[:, None] & (i < G)[None, :]
+    offsets = i[:, None] * G + i[None, :]
+    tl.store(pointer + offsets, matrix.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def identity_matrix(G: tl.constexpr, GP: tl.constexpr):
+    """I, (G, G), padded with zeros as all matrices are."""
+    i = tl.arange(0, GP)
+    return tl.where((i[:, None] == i[None, :]) & (i < G)[:, None], 1.0, 0.0)
+
+
+@triton.jit
+def sum_matrix(matrix):
+    return tl.sum(tl.sum(matrix, axis=1), axis=0)
+
+
+@triton.jit
+def times(matrix, vector):
+    """matrix @ vector, in true float32."""
+    return tl.sum(matrix * vector[None, :], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Newton's iteration
+# ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def newton(normalized, identity, iterates, T: tl.constexpr, SIZE: tl.constexpr):
+    """P_T of Newton's iteration P_k = (3 P - P^3 S) / 2 for S = `normalized`, of trace 1.
+
+    It is computed in the coupled form with Y = P S, from P_1 = M_0 on, as P_0 = I:
+
+        Y_k = Y_{k-1} M_{k-1},   M_k = (3 I - P_k Y_k) / 2,   P_{k+1} = M_k P_k,
+
+    the same sequence in exact arithmetic, but one that does not amplify rounding errors where the
+    matrix is ill-conditioned and T is large (Higham, Functions of Matrices, 2008, section 6.7).
+    Y_k and P_k are kept for k = 1 … T - 1, unless `iterates`, pointers to a tile of SIZE values,
+    is None.
+    """
+    step = 1.5 * identity - 0.5 * normalized
+    y = normalized
+    p = step
+    for k in range(T - 1):
+        y = tl.dot(y, step, input_precision="ieee")
+        if iterates is not None:
+            tl.store(iterates + 2 * k * SIZE, y)
+            tl.store(iterates + (2 * k + 1) * SIZE, p)
+        step = 1.5 * identity - 0.5 * tl.dot(p, y, input_precision="ieee")
+        p = tl.dot(step, p, input_precision="ieee")
+    return p
+
+
+@triton.jit
+def newton_backward(normalized, identity, iterates, grad_p, T: tl.constexpr, SIZE: tl.constexpr):
+    """The gradient with respect to S, not symmetrized, from that with respect to P_T.
+
+    Transposes are left out: every iterate is symmetric.
+    """
+    grad_y = tl.zeros_like(normalized)  # Y_T is not used
+    for k in range(T - 1):
+        y = tl.load(iterates + 2 * (T - 2 - k) * SIZE)
+        p = tl.load(iterates + (2 * (T - 2 - k) + 1) * SIZE)
+        step = 1.5 * identity - 0.5 * tl.dot(p, y, input_precision="ieee")
+        grad_step = tl.dot(y, grad_y, input_precision="ieee")
+        grad_step = tl.dot(grad_p, p, grad_step, input_precision="ieee")
+        half = -0.5 * grad_step
+        grad_p = tl.dot(step, grad_p, input_precision="ieee")
+        grad_p = tl.dot(half, y, grad_p, input_precision="ieee")
+        grad_y = tl.dot(grad_y, step, input_precision="ieee")
+        grad_y = tl.dot(p, half, grad_y, input_precision="ieee")
+    # P_1 = M_0 = (3 I - S) / 2 and Y_1 = S M_0.
+    grad_step = tl.dot(normalized, grad_y, grad_p, input_precision="ieee")
+    step = 1.5 * identity - 0.5 * normalized
+    return tl.dot(grad_y, step, -0.5 * grad_step, input_precision="ieee")
