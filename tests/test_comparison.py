@@ -1,10 +1,12 @@
 """Several runs in one figure."""
 
+import re
+
 import numpy as np
 import pytest
 
 from sw_detectron import UserError
-from sw_detectron.analysis import comparison_figure
+from sw_detectron.analysis import comparison_figure, save_figure
 from sw_detectron.analysis.drawing import STATISTIC_COLORS
 
 ITERATIONS = np.array([19.0, 39.0, 59.0])
@@ -61,3 +63,12 @@ def test_runs_without_sw_have_no_panel_of_ratios():
 def test_a_metric_that_no_run_recorded_is_one_clear_line():
     with pytest.raises(UserError, match="'bbox/AP'; there are total_loss$"):
         comparison_figure({"sw": run([1.0, 1.0, 1.0], stem=[0.5, 0.5, 0.5])}, ["bbox/AP"])
+
+
+def test_a_picture_below_a_file_is_one_clear_line(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    figure = comparison_figure({"bn": run([1.0, 1.0, 1.0])}, ["total_loss"])
+    for path in (tmp_path / "file/x.png", tmp_path / "file/y/x.png", tmp_path):
+        with pytest.raises(UserError, match=re.escape(str(path if path == tmp_path else "file"))):
+            save_figure(figure, path)
+    assert (tmp_path / "file").read_text() == "mine"

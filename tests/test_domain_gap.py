@@ -156,6 +156,16 @@ def test_the_figure_shows_the_numbers(networks, layers):
     assert check_texts(figure) > layers
 
 
+def test_networks_of_one_config_are_told_apart():
+    spec = importlib.util.spec_from_file_location("domain_gap_tool", SCRIPT)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    configs = ["a/sw.yaml", "bn.yaml", "sw.yaml", "sw.yaml", "sw.yaml"]
+    assert tool.names_of_networks(configs, ["1", "2", "3", "4", "4"]) == [
+        *("sw, 1", "bn", "sw, 3", "sw, 4 (1)", "sw, 4 (2)")
+    ]
+
+
 def test_the_tool_compares_networks(model, tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("domain_gap_tool", SCRIPT)
     tool = importlib.util.module_from_spec(spec)
@@ -178,6 +188,10 @@ def test_the_tool_compares_networks(model, tmp_path, capsys):
     first, second = ([float(row["squared_mmd"]) for row in rows[i : i + 17]] for i in (0, 17))
     assert first == second
     assert "stem.conv1" in capsys.readouterr().out
+    tool.main(tool.parser().parse_args([*arguments, *network, *network]))
+    with open(tmp_path / "out/domain_gap.csv", newline="") as file:
+        networks = [row["network"] for row in csv.DictReader(file)]
+    assert [networks.count(name) for name in dict.fromkeys(networks)] == [17, 17, 17]
     assert (tmp_path / "out/domain_gap.svg").stat().st_size > 0
     with pytest.raises(UserError, match="given 2 and --weights 1 times"):
         tool.main(tool.parser().parse_args([*arguments, "--config", SHAPES]))

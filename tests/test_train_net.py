@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from helpers.runs import (
 )
 
 from sw_detectron.analysis import read_metrics
-from sw_detectron.config import config_folder
+from sw_detectron import run as run_module
+from sw_detectron.config import config_folder, find_config
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
 from sw_detectron.errors import UserError
@@ -293,3 +295,18 @@ def test_results_of_the_last_evaluation_are_there_when_training_fails(
     assert "cannot be read" in refuse(capsys, "--config", SHAPES, *TINY, *schedule)
     record = json.loads((tmp_path / "results.json").read_text())
     assert record["results"] == {"bbox": {"AP": 12.0}} and record["iterations"] == 2
+
+
+@pytest.mark.parametrize("written", [["--config-file", SHAPES], [f"--config-file={SHAPES}"]])
+def test_scripts_find_configs_by_their_bare_name(tmp_path, monkeypatch, written):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("SW_DETECTRON_SCRIPT", "")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    run_module._prepare([str(script), "--num-gpus", "1", *written, "KEY=a", "--config-file"])
+    path = str(find_config(SHAPES))
+    expected = [f"--config-file={path}"] if len(written) == 1 else ["--config-file", path]
+    assert sys.argv == [str(script), "--num-gpus", "1", *expected, "KEY=a", "--config-file"]
+    with pytest.raises(UserError, match="nothing"):
+        run_module._prepare([str(script), "--config-file=nothing"])

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from ..errors import UserError
 from ..files import written_whole
 
 # The colours of Okabe and Ito, which stay apart for colour-blind readers. The whitening and the
@@ -75,9 +76,18 @@ def shorten(name: str, length: int) -> str:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike, dpi: int = 110) -> None:
-    """Write a figure, as the file's ending says, so that no reader ever meets half of it."""
+    """Write a figure, as the file's ending says, so that no reader ever meets half of it.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the folder {str(path.parent)!r}: {error.strerror}; give another place"
+        ) from None
     kind = path.suffix.removeprefix(".")
     # No date and a fixed salt: the same figure gives the same file.
     metadata = {"Date": None} if kind == "svg" else None
