@@ -11,7 +11,7 @@ from test_step import make_loop
 from torch import nn
 
 from sw_detectron import SwitchWhiten2d, add_sw_config
-from sw_detectron.engine.continuation import differences, flatten
+from sw_detectron.engine.continuation import differences, flatten, run_facts
 from sw_detectron.engine.loop import Loop, RunSettings
 from sw_detectron.engine.optimizer import build_lr_scheduler, build_optimizer
 from sw_detectron.engine.step import MixedPrecisionStep, SupervisedStep
@@ -202,8 +202,8 @@ def test_fewer_iterations_than_are_done_are_named_and_evaluated(tmp_path, caplog
 
 
 def test_differences_name_the_machine_and_files_that_are_not_read():
-    before = {"MODEL.WEIGHTS": "a.pkl", "OUTPUT_DIR": "x", "torch": "2.6", "number of processes": 8}
-    now = {"MODEL.WEIGHTS": "b.pkl", "OUTPUT_DIR": "y", "torch": "2.6", "number of processes": 4}
+    before = {"MODEL.WEIGHTS": "a.pkl", "torch": "2.6", "number of processes": 8}
+    now = {"MODEL.WEIGHTS": "b.pkl", "torch": "2.6", "number of processes": 4}
     assert differences(before, now | {"new.key": [1]}, 100) == [
         "MODEL.WEIGHTS was 'a.pkl' before this resume, and is 'b.pkl' now: a resumed run does not "
         "read it",
@@ -213,6 +213,7 @@ def test_differences_name_the_machine_and_files_that_are_not_read():
 
 
 def test_facts_are_plain_data():
+    assert {"OUTPUT_DIR", "train.output_dir"}.isdisjoint(run_facts(config()))
     nested = {"a": {"b": (1, [2.0]), "c": {}, "d": {"e": nn.Linear}}, "f": {"g": lambda: 0}}
     assert flatten(nested) == {
         "a.b": [1, [2.0]],

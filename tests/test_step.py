@@ -3,14 +3,15 @@
 import json
 from collections import OrderedDict
 
+import pytest
 import torch
-from detectron2.engine import TrainerBase
+from detectron2.engine import SimpleTrainer, TrainerBase
 from detectron2.utils.events import get_event_storage
 from helpers.runs import same
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from sw_detectron import SwitchWhiten2d
+from sw_detectron import SwitchWhiten2d, UserError
 from sw_detectron.engine.loop import Loop, RunSettings
 
 ITERATIONS, STOP = 6, 4
@@ -108,3 +109,23 @@ def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(loop, "_page_sections", lambda: {}["no such key"])
     loop.train()
     assert "No page of the run: KeyError" in caplog.text
+
+
+def test_a_loss_that_is_not_finite_is_one_line_and_is_not_evaluated(tmp_path, monkeypatch):
+    """In the last iteration, which Detectron2's hooks would take for the end."""
+    for last in (1, ITERATIONS - 1):
+        loop, step = make_loop(tmp_path / str(last))
+        monkeypatch.setattr(loop, "_evaluate", lambda: {}["evaluated"])
+        run_step = step.run_step
+
+        def fail(step=step, run_step=run_step, last=last):
+            run_step()
+            if step.iter == last:
+                SimpleTrainer.write_metrics({"loss_a": torch.tensor(torch.nan)}, 0.0, step.iter)
+
+        step.run_step = fail
+        with pytest.raises(UserError, match=rf"^iteration {last}: .*'loss_a': nan.*rate") as caught:
+            loop.train()
+        assert "\n" not in str(caught.value)
+        assert (tmp_path / str(last) / f"model_{last - 1:07d}.pth").is_file()
+        assert (tmp_path / str(last) / "report.html").is_file()

@@ -24,8 +24,8 @@ from helpers.runs import (
     run,
 )
 
-from sw_detectron.analysis import read_metrics
 from sw_detectron import run as run_module
+from sw_detectron.analysis import read_metrics
 from sw_detectron.config import config_folder, find_config
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
@@ -217,23 +217,22 @@ def test_the_last_of_two_runs_in_a_folder_is_shown(datasets, tmp_path):
     assert "res3" not in (tmp_path / "report.html").read_text().split("<h2>Config")[0]
 
 
-@pytest.mark.parametrize("iterations", [5, 40], ids=["before a record", "after one"])
-def test_a_loss_that_is_not_finite_is_one_line(datasets, tmp_path, iterations):
-    """The rate explodes at the end of the warm-up."""
+def test_a_run_that_diverges_ends_in_one_line(datasets, tmp_path):
+    """The rate explodes at the end of the warm-up; Detectron2's proposals notice it first."""
     schedule = ["SOLVER.MAX_ITER", "60", "SOLVER.CHECKPOINT_PERIOD", "2", "SOLVER.STEPS", "()"]
-    schedule += ["SOLVER.WARMUP_ITERS", str(iterations - 2), "SOLVER.WARMUP_METHOD", "constant"]
+    schedule += ["SOLVER.WARMUP_ITERS", "3", "SOLVER.WARMUP_METHOD", "constant"]
     schedule += ["SOLVER.WARMUP_FACTOR", "1e-35", "SOLVER.BASE_LR", "1e30"]
     done = run(
         [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, "OUTPUT_DIR", str(tmp_path)], datasets
     )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert "NaN at iteration=" in line and "loss_rpn_cls" in line and "learning rate" in line
-    assert "nan" in line and "np.float" not in line
+    words = ("iteration 5: Predicted boxes", "total_loss was ", "in iteration 4", "learning rate")
+    assert all(word in line for word in words), line
     assert "Traceback" not in done.stderr + done.stdout
-    assert (tmp_path / "model_0000001.pth").exists()
+    assert (tmp_path / "model_0000003.pth").exists()
     assert not (tmp_path / "model_final.pth").exists()
-    assert (tmp_path / "report.html").exists() == (iterations == 40)
+    assert (tmp_path / "report.html").exists()
     assert not (tmp_path / "inference").exists()
 
 

@@ -40,9 +40,10 @@ def _plain(value: object) -> object:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def machine_facts() -> dict[str, object]:
-    """What a run's numbers depend on beside its config."""
-    return {
+def run_facts(config: Mapping) -> dict[str, object]:
+    """What a run's numbers depend on: the keys of its config, and the machine."""
+    keys = {key: value for key, value in flatten(config).items() if key not in _PLACES}
+    return keys | {
         "number of processes": comm.get_world_size(),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": str(torch.__version__),
@@ -53,12 +54,12 @@ def differences(before: Mapping, now: Mapping, iteration: int) -> list[str]:
     """A line for each key that has another value.
 
     Args:
-        before, now: from `flatten` and `machine_facts`, of the checkpoint and of this run.
+        before, now: `run_facts` of the checkpoint and of this run.
         iteration: the first one of this run.
     """
     lines = []
     for key in dict.fromkeys([*before, *now]):
-        if key in _PLACES or before.get(key) == now.get(key):
+        if before.get(key) == now.get(key):
             continue
         values = f"{before.get(key)!r} before this resume, and is {now.get(key)!r}"
         if key in _UNREAD:

@@ -27,7 +27,7 @@ from ..errors import UserError, one_line
 from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import warn_of_shared_layers
 from ..report import write_page
-from .continuation import continuing, differences, flatten, machine_facts, parameter_names
+from .continuation import continuing, differences, parameter_names, run_facts
 from .hooks import ImportanceWriter, OtherSchedules, PreciseStats, SeedIterations, StopImportance
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Loop(TrainerBase):
         self._evaluate = evaluate
         self._precise_loader = precise_loader
         self._page_sections = page_sections
-        self._facts = flatten(settings.keys) | machine_facts()
+        self._facts = run_facts(settings.keys)
         self._start_time = time.time()
         self.results = OrderedDict()  # of the last evaluation; empty but on the main process
         self.results_iterations = 0  # for how many iterations the model was trained by then
@@ -198,14 +198,19 @@ class Loop(TrainerBase):
             TrainerBase.train(self, self.start_iter, self.max_iter)
         except FloatingPointError as error:
             self._write_page()
-            told = re.sub(r"np\.float\d+\((\S+?)\)", r"\1", one_line(error))
-            raise UserError(
-                f"{told}; lower the learning rate, lengthen its warm-up, clip the gradients, or "
-                "train without mixed precision; the checkpoints so far are in "
-                f"{self.settings.output_dir!r}"
-            ) from None
+            raise UserError(self._divergence(error)) from None
         self._write_page()
         return self.results
+
+    def _divergence(self, error: FloatingPointError) -> str:
+        told = re.sub(r"np\.float\d+\((\S+?)\)", r"\1", one_line(error)).rstrip(".")
+        loss, last = self.storage.latest().get("total_loss", (float("nan"), "none"))
+        return (
+            f"iteration {self._trainer.iter}: {told}; the last finite total_loss was {loss:.5g}, in "
+            f"iteration {last}; lower the learning rate, lengthen its warm-up, clip the gradients, "
+            "or train without mixed precision; the checkpoints so far are in "
+            f"{self.settings.output_dir!r}"
+        )
 
     def after_train(self) -> None:
         if self.iter < self.max_iter:  # an error ended it
