@@ -227,7 +227,7 @@ def test_a_run_that_diverges_ends_in_one_line(datasets, tmp_path):
     )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    words = ("iteration 5: Predicted boxes", "total_loss was ", "in iteration 4", "learning rate")
+    words = ("iteration 4: Predicted boxes", "total_loss was ", "in iteration 3", "learning rate")
     assert all(word in line for word in words), line
     assert "Traceback" not in done.stderr + done.stdout
     assert (tmp_path / "model_0000003.pth").exists()

@@ -48,8 +48,12 @@ def test_first_loss_of_two_processes_equals_that_of_one(datasets, tmp_path, laun
     assert two["total_loss"] == pytest.approx(one["total_loss"], rel=0.1)
 
 
-def children(pid):
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def ranks_of(parent):
+    """The two processes that train; not the one that Python adds to watch over shared memory."""
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    ranks = [p for p in children if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    return [int(p) for p in ranks]
 
 
 def test_a_killed_process_ends_the_others(datasets, tmp_path):
@@ -65,9 +69,7 @@ def test_a_killed_process_ends_the_others(datasets, tmp_path):
         assert parent.poll() is None, log.read_text()[-2000:]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    is_rank = lambda pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()  # noqa: E731
-    ranks = [pid for pid in children(parent.pid) if is_rank(pid)]
-    assert len(ranks) == 2
+    ranks = ranks_of(parent)
     killed = time.monotonic()
     subprocess.run(["kill", "-9", str(ranks[1])], check=True)
     assert parent.wait(timeout=60) == 1
@@ -138,7 +140,7 @@ def test_several_processes_are_interrupted_together(datasets, tmp_path):
         assert parent.poll() is None, log.read_text()[-2000:]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    ranks = children(parent.pid)
+    ranks = ranks_of(parent)
     parent.send_signal(signal.SIGINT)  # a terminal would send it to all of them
     assert parent.wait(timeout=60) == 130
     assert "Traceback" not in log.read_text()

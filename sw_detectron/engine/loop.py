@@ -206,8 +206,8 @@ class Loop(TrainerBase):
         told = re.sub(r"np\.float\d+\((\S+?)\)", r"\1", one_line(error)).rstrip(".")
         loss, last = self.storage.latest().get("total_loss", (float("nan"), "none"))
         return (
-            f"iteration {self._trainer.iter}: {told}; the last finite total_loss was {loss:.5g}, in "
-            f"iteration {last}; lower the learning rate, lengthen its warm-up, clip the gradients, "
+            f"iteration {self._trainer.iter}: {told}; the last finite total_loss was {loss:.5g}, "
+            f"in iteration {last}; lower the learning rate, lengthen its warm-up, clip gradients "
             "or train without mixed precision; the checkpoints so far are in "
             f"{self.settings.output_dir!r}"
         )
