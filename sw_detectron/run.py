@@ -29,8 +29,13 @@ def _prepare(arguments: list[str]) -> None:
     sys.argv = arguments
     if not os.path.isfile(arguments[0]):
         raise sw_detectron.UserError("there is no such script")
-    for i, flag in enumerate(arguments[:-1]):
-        if flag == "--config-file":
+    for i, argument in enumerate(arguments):
+        flag, equals, name = argument.partition("=")
+        if flag != "--config-file":
+            continue
+        if equals:
+            arguments[i] = f"{flag}={find_config(name)}"
+        elif i + 1 < len(arguments):
             arguments[i + 1] = str(find_config(arguments[i + 1]))
     os.environ[_SCRIPT] = os.path.abspath(arguments[0])
     sys.path.insert(0, os.path.dirname(os.environ[_SCRIPT]))

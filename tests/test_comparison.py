@@ -42,6 +42,18 @@ def test_curves_are_the_recorded_values_and_the_mean_over_layers():
     assert labels == ["bn", "sw", "bw", "iw"]
 
 
+def test_layers_that_a_resumed_run_has_no_more_are_averaged_while_they_are_there():
+    series = run([3.0, 2.0, 1.0], stem=[0.5, 0.6, 0.8])
+    for moment in ("mean", "cov"):
+        series[f"sw/res2/{moment}/bw"] = (ITERATIONS[:1], np.array([0.1]))
+        series[f"sw/res3/{moment}/iw"] = (ITERATIONS[1:], np.array([1.0, 1.0]))
+    _, _, cov = comparison_figure({"sw": series}, ["total_loss"]).axes
+    x, bw = lines(cov)[STATISTIC_COLORS["bw"]]
+    assert x.tolist() == ITERATIONS.tolist()
+    np.testing.assert_allclose(bw, [0.3, 0.3, 0.4], rtol=1e-12)
+    np.testing.assert_allclose(lines(cov)[STATISTIC_COLORS["iw"]][1], [0.25, 0.7, 0.6], rtol=1e-12)
+
+
 def test_runs_without_sw_have_no_panel_of_ratios():
     assert len(comparison_figure({"bn": run([1.0, 1.0, 1.0])}, ["total_loss"]).axes) == 1
 

@@ -127,6 +127,18 @@ def test_a_run_gives_its_curves_in_the_order_of_the_network(tmp_path, source):
     assert list(importance.ratios["stem.conv1"]["cov"]) == list(STATISTICS)
 
 
+def test_given_statistics_stand_for_the_weights_in_the_layers_order(tmp_path):
+    """A layer keeps its weights in the order of `STATISTICS`, however the user lists them."""
+    weights = torch.tensor([0.0, 1.0])  # of bn, ln
+    state = {"stem.norm.sw_mean_weight": weights, "stem.norm.sw_var_weight": 2 * weights}
+    torch.save({"model": state}, tmp_path / "model.pth")
+    bn, ln = 1 / (1 + np.e), np.e / (1 + np.e)
+    for given in (["ln", "bn"], ["bn", "ln"]):
+        (layer,) = read_importance(tmp_path / "model.pth", given).ratios.values()
+        assert layer["mean"] == pytest.approx({"bn": bn, "ln": ln}, rel=1e-6)
+        assert layer["cov"]["ln"] == pytest.approx(1 / (1 + np.exp(-2)), rel=1e-6)
+
+
 def test_a_checkpoint_gives_what_the_model_has(network, tmp_path):
     torch.save({"model": network.state_dict(), "iteration": 3}, tmp_path / "model.pth")
     # The wide layer makes the network; its neighbours are of two weights.

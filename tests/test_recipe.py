@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -431,6 +432,16 @@ def test_results_of_several_data_sets(tmp_path):
     assert rows[0] == ["config", "data set", "box AP", "box AP50", "mask AP", "mask APs"]
     assert rows[2:] == [["x", "a", "41.2", "62.0", "37.0", "-"], ["x", "b", "1.0", "", "", ""]]
     assert json.loads((tmp_path / "results.json").read_text())["iterations"] is None
+
+
+def test_errors_have_two_decimals_and_precisions_one(tmp_path):
+    results = {"classification": {"top1_error": 23.456, "accuracy": 76.544}}
+    write_results(results, tmp_path, "a|b")
+    header, _, row = (tmp_path / "results.md").read_text().splitlines()
+    cells = [cell.strip() for cell in header.split("|")[1:-1]]
+    assert cells == ["config", "classification top1_error", "classification accuracy"]
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    assert cells == [r"a\|b", "23.46", "76.5"]
 
 
 def test_results_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch):

@@ -168,6 +168,58 @@ def test_predictions_of_another_data_set_are_left_out(make_run, caplog):
     assert "no category of id 77" in caplog.text
 
 
+class Rows(HTMLParser):
+    """The tables of a page, as lists of rows of cells."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tables, self.in_cell = [], False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.in_cell = tag in ("td", "th")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        self.in_cell = False
+
+    def handle_data(self, data):
+        if self.in_cell:
+            self.tables[-1][-1][-1] += data.strip()
+
+
+NAMES = ["wall", "Cabinet/shelf", "a-b", "-", "", "x<y>|z&", "bbox/AP"]
+
+
+def test_each_category_has_one_row_whatever_its_name(make_run):
+    cfg = make_run(predictions=False)
+    iou = {f"IoU-{name}": float(i) for i, name in enumerate(NAMES)}
+    acc = {f"ACC-{name}": 10.0 + i for i, name in enumerate(NAMES) if name != "a-b"}
+    results = {
+        "sem_seg": {"mIoU": 50.0, **iou, "mACC": 60.0, **acc},
+        "bbox": {"AP": 1.0} | {f"AP-{name}": 0.5 for name in NAMES},
+    }
+    tables = Rows(page_of(cfg, nn.Sequential(), results)).tables
+    assert tables[0] == [["task", "mIoU", "mACC"], ["sem_seg", "50.00", "60.00"]]
+    accuracies = [f"{10 + i}.00" if name != "a-b" else "" for i, name in enumerate(NAMES)]
+    rows = [[name, f"{i}.00", accuracies[i]] for i, name in enumerate(NAMES)]
+    assert tables[1] == [["category", "IoU", "ACC"], *rows]
+    assert tables[2] == [["task", "AP"], ["bbox", "1.00"]]
+    assert tables[3] == [["category", "AP"], *([name, "0.50"] for name in NAMES)]
+    assert len(tables) == 4
+
+
+def test_layers_of_an_earlier_run_in_the_folder_are_left_out(make_run):
+    cfg = make_run(predictions=False)
+    page = Page(page_of(cfg, nn.Sequential(nn.Identity(), SwitchWhiten2d(16)), RESULTS))
+    assert not any("importance" in name for name in page.images)  # the records are of layer 0
+
+
 def test_results_of_several_data_sets_are_told_apart(make_run):
     cfg = make_run(predictions=False)
     page = Page(page_of(cfg, nn.Sequential(), {"a": RESULTS, "b": {"bbox": {"AP": 1.0}}}))

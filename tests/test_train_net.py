@@ -1,6 +1,11 @@
 """The training command: what it does, what it refuses, and how it comes back after a crash."""
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +18,16 @@ from helpers.runs import (
     TINY,
     TRAIN_NET,
     check_killed_run_resumes_to_the_same_result,
+    environment,
     refuse,
     run,
 )
 
+from sw_detectron.analysis import read_metrics
 from sw_detectron.config import config_folder
 from sw_detectron.data.slices import register_slice
-from sw_detectron.engine import load_config
+from sw_detectron.engine import argument_parser, load_config, train_or_evaluate
+from sw_detectron.errors import UserError
 from sw_detectron.modeling.summary import sw_layers
 
 
@@ -192,3 +200,97 @@ def test_the_papers_config_on_real_images(shared_data, tmp_path):
     assert all(0 < loss < 100 for loss in losses)
     assert any("bbox/AP" in r for r in records)
     assert "Start inference on 10 batches" in done.stdout
+
+
+def test_the_last_of_two_runs_in_a_folder_is_shown(datasets, tmp_path):
+    """Before, the page had the curves of the first run, and its layers."""
+    arguments = [*TINY, "DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
+    for schedule in (["SOLVER.MAX_ITER", "25"], ["SOLVER.MAX_ITER", "3", "MODEL.SW.LAYERS", "[1]"]):
+        train_or_evaluate(
+            argument_parser("", "").parse_args(["--config", SHAPES, *arguments, *schedule])
+        )
+    series = read_metrics(tmp_path)
+    assert list(series["total_loss"][0]) == [2]
+    assert {key.split("/")[1] for key in series if key.startswith("sw/")} == {"stem.conv1"}
+    assert "res3" not in (tmp_path / "report.html").read_text().split("<h2>Config")[0]
+
+
+@pytest.mark.parametrize("iterations", [5, 40], ids=["before a record", "after one"])
+def test_a_loss_that_is_not_finite_is_one_line(datasets, tmp_path, iterations):
+    """The rate explodes at the end of the warm-up."""
+    schedule = ["SOLVER.MAX_ITER", "60", "SOLVER.CHECKPOINT_PERIOD", "2", "SOLVER.STEPS", "()"]
+    schedule += ["SOLVER.WARMUP_ITERS", str(iterations - 2), "SOLVER.WARMUP_METHOD", "constant"]
+    schedule += ["SOLVER.WARMUP_FACTOR", "1e-35", "SOLVER.BASE_LR", "1e30"]
+    done = run(
+        [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, "OUTPUT_DIR", str(tmp_path)], datasets
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "NaN at iteration=" in line and "loss_rpn_cls" in line and "learning rate" in line
+    assert "nan" in line and "np.float" not in line
+    assert "Traceback" not in done.stderr + done.stdout
+    assert (tmp_path / "model_0000001.pth").exists()
+    assert not (tmp_path / "model_final.pth").exists()
+    assert (tmp_path / "report.html").exists() == (iterations == 40)
+    assert not (tmp_path / "inference").exists()
+
+
+def test_an_interrupted_run_ends_in_silence_and_can_be_resumed(datasets, tmp_path):
+    schedule = ["SOLVER.MAX_ITER", "5000", "SOLVER.CHECKPOINT_PERIOD", "2", "OUTPUT_DIR"]
+    process = subprocess.Popen(
+        [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, str(tmp_path)],
+        env=environment(datasets),
+        cwd=datasets,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "last_checkpoint").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in out + err
+    assert err.strip().splitlines()[-1].endswith("train_net.py: interrupted")
+    assert (tmp_path / (tmp_path / "last_checkpoint").read_text()).exists()
+
+
+def test_results_are_there_though_something_fails_after_the_evaluation(
+    datasets, tmp_path, monkeypatch, capsys
+):
+    """A disk that is full when the augmented test begins."""
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets))
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "predictions.json")
+
+    trainer = "sw_detectron.tasks.detection.trainer.DetectionTrainer"
+    monkeypatch.setattr(f"{trainer}.test", classmethod(lambda *_: {"bbox": {"AP": 12.0}}))
+    monkeypatch.setattr(f"{trainer}.test_with_augmentation", fail)
+    schedule = ["SOLVER.MAX_ITER", "1", "TEST.AUG.ENABLED", "True", "OUTPUT_DIR", str(tmp_path)]
+    message = refuse(capsys, "--config", SHAPES, *TINY, *schedule)
+    assert "No space left on device" in message and "predictions.json" in message
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["results"] == {"bbox": {"AP": 12.0}} and record["iterations"] == 1
+
+
+def test_results_of_the_last_evaluation_are_there_when_training_fails(
+    datasets, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(datasets))
+    found = iter([{"bbox": {"AP": 12.0}}])
+    trainer = "sw_detectron.tasks.detection.trainer.DetectionTrainer"
+
+    def evaluate(*_):
+        try:
+            return next(found)
+        except StopIteration:
+            raise UserError("an image cannot be read") from None
+
+    monkeypatch.setattr(f"{trainer}.test", classmethod(evaluate))
+    schedule = ["SOLVER.MAX_ITER", "4", "TEST.EVAL_PERIOD", "2", "OUTPUT_DIR", str(tmp_path)]
+    assert "cannot be read" in refuse(capsys, "--config", SHAPES, *TINY, *schedule)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert record["results"] == {"bbox": {"AP": 12.0}} and record["iterations"] == 2

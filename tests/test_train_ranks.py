@@ -1,6 +1,7 @@
 """The training command in several processes, on CPUs."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -98,3 +99,49 @@ def test_batch_norms_that_run_on_cpus_keep_names_values_and_flags():
     assert (twin.eps, twin.bias.requires_grad, twin.weight.requires_grad) == (1e-3, False, True)
     assert list(net.state_dict()) == list(before)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+def test_what_one_process_cannot_do_is_one_line(datasets, tmp_path):
+    """Not the first process: before, nothing was said."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from detectron2.utils import comm\n"
+        "from sw_detectron.engine import argument_parser, launch\n"
+        "from sw_detectron.errors import UserError\n"
+        "def main(args):\n"
+        "    if comm.get_rank() == 1:\n"
+        "        full = OSError(28, 'No space left on device', 'here')\n"
+        "        raise full if args.opts else UserError('x y')\n"
+        "    comm.synchronize()\n"
+        "if __name__ == '__main__':\n"
+        "    launch(main, argument_parser('', '').parse_args())\n"
+    )
+    two = [sys.executable, str(script), "--config", "c", "--num-gpus", "2", "--dist-url", "auto"]
+    for arguments, words in (([], "error: x y"), (["a"], "No space left on device: 'here'")):
+        failed = run([*two, *arguments], datasets, timeout=200)
+        assert failed.returncode == 1
+        lines = [line for line in failed.stderr.splitlines() if "error: " in line]
+        assert len(lines) == 1 and lines[0].endswith(words), failed.stderr[-2000:]
+        assert "Traceback" not in failed.stderr
+
+
+def test_several_processes_are_interrupted_together(datasets, tmp_path):
+    command = [*TRAIN_NET, "--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto", *TINY]
+    command += ["DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        parent = subprocess.Popen(
+            command, env=environment(datasets), cwd=datasets, stdout=stream, stderr=stream
+        )
+    deadline = time.monotonic() + 240
+    while "iter: 19" not in log.read_text():
+        assert parent.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    ranks = children(parent.pid)
+    parent.send_signal(signal.SIGINT)  # a terminal would send it to all of them
+    assert parent.wait(timeout=60) == 130
+    assert log.read_text().strip().splitlines()[-1].endswith("train_net.py: interrupted")
+    assert "Traceback" not in log.read_text()
+    assert "broadcast_buffers" not in log.read_text()
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

@@ -41,7 +41,8 @@ def main(args: argparse.Namespace) -> None:
         )
     output = output_folder(args.output)
     gaps = {}
-    for config, weights in zip(args.config_file, args.weights):
+    names = names_of_networks(args.config_file, args.weights)
+    for name, config, weights in zip(names, args.config_file, args.weights):
         cfg, model = load_model(config, weights, args.opts)
         features = {}
         for folder in (args.source, args.target):
@@ -49,15 +50,22 @@ def main(args: argparse.Namespace) -> None:
             features[folder] = layer_features(model, batches)
             if len(next(iter(features[folder].values()))) < 2:
                 raise UserError(f"{folder!r} holds one image; give at least two of each set")
-        name = Path(config).stem
-        gaps[name if name not in gaps else f"{name}, {weights}"] = domain_gap(
-            features[args.source], features[args.target]
-        )
+        gaps[name] = domain_gap(features[args.source], features[args.target])
     rows = [(name, *row) for name, by_layer in gaps.items() for row in by_layer.items()]
     header = ("network", "layer", "squared_mmd")
     print(tabulate(rows, headers=header, floatfmt=".5f"))
     save_result(output, "domain_gap", domain_gap_figure(gaps), header, rows)
     print(f"{output}/domain_gap.png: MMD² of each layer")
+
+
+def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
+    """The configs' names; with the weights where they repeat, and a number where those do too."""
+    names = [Path(config).stem for config in configs]
+    names = [n if names.count(n) == 1 else f"{n}, {w}" for n, w in zip(names, weights)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
 
 
 def parser() -> argparse.ArgumentParser:

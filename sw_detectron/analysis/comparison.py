@@ -1,5 +1,6 @@
 """Several runs in one figure: recorded metrics, and what their SW layers chose on average."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,18 +78,24 @@ def comparison_figure(runs: dict[str, dict[str, Series]], metrics: Sequence[str]
 def average_curves(series: dict[str, Series]) -> dict[str, dict[str, Series]]:
     """The importance ratios by moment ("mean", "cov") and statistic, averaged over the SW layers.
 
-    Layers that do not have a statistic count as 0. Empty without SW layers.
+    In each iteration over the layers that it has records of: a run that was resumed with another
+    placement has different ones. Layers that do not have a statistic count as 0. Empty without SW
+    layers.
     """
     layers = importance_curves(series)
     averages: dict[str, dict[str, Series]] = {}
     for moment in MOMENTS:
-        curves = [layer[moment] for layer in layers.values() if moment in layer]
-        for statistic in STATISTIC_COLORS:
-            having = [curve[statistic] for curve in curves if statistic in curve]
-            if having:
-                # All layers are recorded in the same iterations.
-                mean = np.sum([values for _, values in having], axis=0) / len(curves)
-                averages.setdefault(moment, {})[statistic] = (having[0][0], mean)
+        num_layers: Counter[float] = Counter()
+        sums: dict[str, Counter[float]] = defaultdict(Counter)
+        for curves in (layer[moment] for layer in layers.values() if moment in layer):
+            num_layers.update({i for iterations, _ in curves.values() for i in iterations})
+            for statistic, (iterations, values) in curves.items():
+                for iteration, value in zip(iterations, values):
+                    sums[statistic][iteration] += value
+        for statistic in (name for name in STATISTIC_COLORS if name in sums):
+            iterations = np.array(sorted(sums[statistic]))
+            means = np.array([sums[statistic][i] / num_layers[i] for i in iterations])
+            averages.setdefault(moment, {})[statistic] = (iterations, means)
     return averages
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,17 @@ from ..errors import UserError
 Series = tuple[np.ndarray, np.ndarray]
 """Iterations and values, both of shape (N,); iterations ascend."""
 
+START_ITERATION, START_TIME = "start_iteration", "start_time"
+"""Keys of every record of the trainer: the first iteration since the run was started or resumed,
+and when that was. The event files have them too, and `read_metrics` uses them up."""
+
 
 def read_metrics(path: str | os.PathLike) -> dict[str, Series]:
     """Every scalar that a run recorded, by its key.
 
-    Lines of `metrics.json` that a crash cut short are skipped; where a resumed run repeats an
-    iteration, the later record counts.
+    A folder may hold the records of several runs, or of one that was resumed. What the last of
+    them recorded counts, and of the earlier ones what lies before its first iteration. Lines of
+    `metrics.json` that a crash cut short are skipped.
 
     Args:
         path: a `metrics.json`; an event file; or the folder of a run, whose `metrics.json` is
@@ -40,12 +45,7 @@ def _read_json(path: Path) -> dict[str, Series]:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"Cannot read metrics from {path}: {error.strerror}") from None
-    values: dict[str, dict[int, float]] = defaultdict(dict)
-    for record in _parse_records(lines):
-        for key, value in record.items():
-            if isinstance(value, (int, float)):
-                values[key][record["iteration"]] = value
-    return _to_series(values, path)
+    return _to_series(_split_into_runs(_parse_records(lines)), path)
 
 
 def _parse_records(lines: Iterable[str]) -> Iterable[dict]:
@@ -55,7 +55,35 @@ def _parse_records(lines: Iterable[str]) -> Iterable[dict]:
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-            yield record
+            yield {k: v for k, v in record.items() if isinstance(v, (int, float))}
+
+
+def _split_into_runs(records: Iterable[dict]) -> list[list[dict]]:
+    """The records of each run, in the order in which the runs began."""
+    runs: dict[object, list[dict]] = {}
+    latest: dict[object, int] = {}
+    current = None
+    for record in records:
+        iteration = record["iteration"]
+        if START_TIME in record:
+            current = record[START_TIME]
+        elif iteration <= latest.get(current, -1) and _begins_a_run(record, runs[current]):
+            current = object()
+        runs.setdefault(current, []).append(record)
+        latest[current] = max(iteration, latest.get(current, -1))
+    return list(runs.values())
+
+
+def _begins_a_run(record: dict, run: list[dict]) -> bool:
+    """Whether a record cannot belong to the run that the records before it are of.
+
+    Within a run iterations go back too: the writer keeps what was recorded since it last wrote, as
+    one line for each iteration, in no order. But then the lines have no keys in common.
+    """
+    not_before = [r for r in run if r["iteration"] >= record["iteration"]]
+    keys = [key for r in (record, *not_before) for key in r if key != "iteration"]
+    repeated = record["iteration"] in (r["iteration"] for r in not_before)
+    return repeated or len(set(keys)) < len(keys)
 
 
 def _read_events(path: Path) -> dict[str, Series]:
@@ -68,16 +96,34 @@ def _read_events(path: Path) -> dict[str, Series]:
         ) from None
     if not path.exists():
         raise UserError(f"Cannot read metrics from {path}: No such file or directory")
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
-    events.Reload()
-    values = {
-        tag: {event.step: event.value for event in events.Scalars(tag)}
-        for tag in events.Tags()["scalars"]
-    }
-    return _to_series(values, path)
+    runs = []  # a file for each; their names begin with the time
+    for file in sorted(path.glob("*tfevents*")) if path.is_dir() else [path]:
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
+        events.Reload()
+        runs.append(
+            [
+                {"iteration": event.step, tag: event.value}
+                for tag in events.Tags()["scalars"]
+                for event in events.Scalars(tag)
+            ]
+        )
+    return _to_series(runs, path)
 
 
-def _to_series(values: dict[str, dict[int, float]], path: Path) -> dict[str, Series]:
+def _to_series(runs: list[list[dict]], path: Path) -> dict[str, Series]:
+    records: list[Mapping] = []
+    for run in runs:
+        start = min(
+            (value for r in run for k, value in r.items() if k in ("iteration", START_ITERATION)),
+            default=float("inf"),
+        )
+        records = [record for record in records if record["iteration"] < start] + run
+    values: dict[str, dict[int, float]] = defaultdict(dict)
+    for record in records:
+        for key, value in record.items():
+            if key not in (START_ITERATION, START_TIME):
+                values[key][record["iteration"]] = value
+    values.pop("iteration", None)
     if not values:
         raise UserError(f"Cannot read metrics from {path}: it holds no record of an iteration.")
     return {

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import math
+import os
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from ..checkpoint.reading import read_file
 from ..layers import SwitchWhiten2d
 from ..modeling.calibration import PooledMoments, calibrated_layers, set_running_values
 from ..modeling.summary import sw_layers
@@ -157,7 +160,8 @@ class OtherSchedules(HookBase):
 
     def load_state_dict(self, state: dict) -> None:
         for name, schedule in self._schedules.items():
-            schedule.load_state_dict(state[name])
+            if name in state:
+                schedule.load_state_dict(state[name])
 
 
 class ImagesPerSecond(HookBase):
@@ -179,7 +183,34 @@ class ImagesPerSecond(HookBase):
 
 
 class BestCheckpointer(hooks.BestCheckpointer):
-    """Detectron2's, which also remembers the best value so far in the trainer's checkpoints."""
+    """Detectron2's, which knows the best value so far when a run is resumed.
+
+    The file with the best weights has it beside them. The trainer's checkpoints have it too, but
+    the last one of a run is written before its last evaluation.
+    """
+
+    def before_train(self) -> None:
+        if self.trainer.start_iter == 0:
+            return
+        path = os.path.join(self._checkpointer.save_dir, f"{self._file_prefix}.pth")
+        if not os.path.isfile(path):
+            self.best_metric = self.best_iter = None
+        elif (best := read_file(path).get("best", {})).get("metric") == self._val_metric:
+            self.best_metric, self.best_iter = best["value"], best["iteration"]
+
+    def _best_checking(self) -> None:
+        value, iteration = self.trainer.storage.latest().get(self._val_metric, (math.nan, None))
+        said = f"{self._val_metric} {value:.5f}"
+        if not math.isfinite(value):
+            logger.warning(f"{said} is not finite, or was not measured: no best checkpoint of it")
+        elif self.best_metric is not None and not self._compare(value, self.best_metric):
+            logger.info(f"{said} is not better than the {self.best_metric:.5f} of before")
+        else:
+            self.best_metric, self.best_iter = value, iteration
+            best = {"metric": self._val_metric, "value": value, "iteration": iteration}
+            done = self.trainer.results_iterations
+            self._checkpointer.save(self._file_prefix, iteration=done - 1, best=best)
+            logger.info(f"{said} is the best so far: {self._file_prefix}.pth")
 
     def state_dict(self) -> dict:
         return {"best_metric": self.best_metric, "best_iter": self.best_iter}

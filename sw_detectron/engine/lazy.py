@@ -19,13 +19,15 @@ from ..checkpoint import Checkpointer
 from ..config import default_output_dir, find_config
 from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
-from ..report import write_results
 from ..task import all_tasks
+from .continuation import flatten
 from .data_check import check_lazy_data, lazy_dataset_names, logs_held_back, release_logs
 from .loop import Loop, RunSettings, to_parallel
 from .setup import check_amp, check_weights
 from .step import MixedPrecisionStep, SupervisedStep
+from .train import train_and_write_results, write_results_so_far
 from .trainer import sync_batch_norms_for_cpu
+from .values import LAZY_LOWEST, check_lowest, check_output_folder, named_by_key
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +87,24 @@ def train_or_evaluate_lazy(args: argparse.Namespace) -> OrderedDict:
         The results of the evaluation, on the main process.
     """
     cfg = _setup(args)
+    name = Path(args.config_file).stem
     model = build_lazy_model(cfg)
     if args.eval_only:
         iterations = _load(cfg, model, args.resume)
         results = _evaluate(cfg, model)
+        write_results_so_far(results, cfg.train.output_dir, name, iterations)
     else:
-        results, iterations = _train(cfg, model, args.resume), cfg.train.max_iter
-    if comm.is_main_process() and results:
-        write_results(results, cfg.train.output_dir, Path(args.config_file).stem, iterations)
+        with named_by_key(cfg):
+            loop = _build_loop(cfg, model)
+        loop.resume_or_load(args.resume)
+        results, _ = train_and_write_results(loop, cfg.train.output_dir, name)
     return results
 
 
 def build_lazy_model(cfg: DictConfig) -> nn.Module:
     """The model of a Python config, on its device."""
-    model = instantiate(cfg.model).to(cfg.train.device)
+    with named_by_key(cfg):
+        model = instantiate(cfg.model).to(cfg.train.device)
     if cfg.train.device == "cpu" and comm.get_world_size() > 1:
         model = sync_batch_norms_for_cpu(model)
     logger.info(f"SW layers:\n{sw_table(model)}")
@@ -114,6 +120,8 @@ def _setup(args: argparse.Namespace) -> DictConfig:
     )
     if not args.eval_only:
         check_amp("train.amp.enabled", cfg.train.amp.enabled, cfg.train.device)
+        check_lowest(flatten(OmegaConf.to_container(cfg, resolve=False)), LAZY_LOWEST)
+    check_output_folder("train.output_dir", cfg.train.output_dir)
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.train.output_dir, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
@@ -134,7 +142,8 @@ def _load(cfg: DictConfig, model: nn.Module, resume: bool) -> int | None:
     return checkpoint["iteration"] + 1 if "iteration" in checkpoint else None
 
 
-def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
+def _build_loop(cfg: DictConfig, model: nn.Module) -> Loop:
+    keys = OmegaConf.to_container(cfg, resolve=False)
     cfg.optimizer.params.model = model
     optimizer = instantiate(cfg.optimizer)
     data_loader = instantiate(cfg.dataloader.train)
@@ -142,7 +151,7 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
     step_class = MixedPrecisionStep if cfg.train.amp.enabled else SupervisedStep
     step = step_class(parallel, data_loader, optimizer, cfg.dataloader.train.total_batch_size)
     precise = cfg.train.get("precise_bn", {"enabled": False})
-    loop = Loop(
+    return Loop(
         step,
         {"optimizer": instantiate(cfg.lr_multiplier)},
         RunSettings(
@@ -155,13 +164,12 @@ def _train(cfg: DictConfig, model: nn.Module, resume: bool) -> OrderedDict:
             importance_stop_iter=cfg.train.get("importance_stop_iter", 0),
             precise_iters=precise["num_iter"] if precise["enabled"] else 0,
             config=_config_text(cfg),
+            keys=keys,
         ),
         evaluate=lambda: _evaluate(cfg, model),
         precise_loader=lambda: _build_precise_loader(cfg),
         page_sections=lambda: _page_sections(cfg),
     )
-    loop.resume_or_load(resume)
-    return loop.train()
 
 
 def _build_precise_loader(cfg: DictConfig) -> Iterable:

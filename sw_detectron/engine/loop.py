@@ -1,27 +1,44 @@
 """The iterations of a run, with their hooks, checkpoints and page, for every kind of config."""
 
+import inspect
 import logging
+import re
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from detectron2.engine import HookBase, TrainerBase, default_writers, hooks
 from detectron2.engine.defaults import create_ddp_model
+from detectron2.solver import LRMultiplier
 from detectron2.utils import comm
 from fvcore.common.param_scheduler import ParamScheduler
 from fvcore.nn.precise_bn import get_bn_modules
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..analysis.metrics import START_ITERATION, START_TIME
 from ..checkpoint import Checkpointer
+from ..errors import UserError, one_line
 from ..modeling.calibration import calibrated_layers
 from ..modeling.summary import warn_of_shared_layers
 from ..report import write_page
+from .continuation import continuing, differences, flatten, machine_facts, parameter_names
 from .hooks import ImportanceWriter, OtherSchedules, PreciseStats, SeedIterations, StopImportance
 
 logger = logging.getLogger(__name__)
+
+
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    """Whether a record is no traceback of what ends in one line on standard error anyway."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or not issubclass(kind, (UserError, FloatingPointError))
+
+
+logging.getLogger(TrainerBase.__module__).addFilter(_is_no_mistake)
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class RunSettings:
             if they always learn.
         precise_iters: batches for precise statistics; 0 for none.
         config: all keys, as text for the page.
+        keys: the config, whose differences are warned of when the run is resumed.
     """
 
     output_dir: str
@@ -50,6 +68,7 @@ class RunSettings:
     importance_stop_iter: int = 0
     precise_iters: int = 0
     config: str = ""
+    keys: Mapping = field(default_factory=dict)
 
 
 class Loop(TrainerBase):
@@ -86,7 +105,10 @@ class Loop(TrainerBase):
         self._evaluate = evaluate
         self._precise_loader = precise_loader
         self._page_sections = page_sections
-        self._last_eval_results = OrderedDict()
+        self._facts = flatten(settings.keys) | machine_facts()
+        self._start_time = time.time()
+        self.results = OrderedDict()  # of the last evaluation; empty but on the main process
+        self.results_iterations = 0  # for how many iterations the model was trained by then
         if settings.importance_stop_iter:
             # Of the step, which alone calls `after_backward`.
             step.register_hooks([StopImportance(step.model, settings.importance_stop_iter)])
@@ -142,32 +164,63 @@ class Loop(TrainerBase):
         return PreciseStats(settings.eval_period, self.model, loader, settings.precise_iters)
 
     def _evaluate_and_keep(self) -> OrderedDict:
-        self._last_eval_results = self._evaluate()
-        return self._last_eval_results
+        self.results = self._evaluate()
+        self.results_iterations = min(self.iter + 1, self.max_iter)  # it ends at or above that
+        return self.results
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Resume from the last checkpoint if asked to and there is one, else load the weights."""
         self.checkpointer.resume_or_load(self.settings.weights, resume=resume)
         if resume and self.checkpointer.has_checkpoint():
             self.start_iter = self.iter + 1  # the checkpoint has the iteration that was done
+        if self.start_iter > self.max_iter:
+            logger.warning(
+                f"The checkpoint has done {self.start_iter} iterations, more than the "
+                f"{self.max_iter} of this run: nothing is left to train"
+            )
+            self.max_iter = self.start_iter
         self._trainer.continue_from(self.start_iter)
 
     def train(self) -> OrderedDict:
-        """Train, and write OUTPUT_DIR/report.html; returns the results of the last evaluation,
-        empty but on the main process."""
-        TrainerBase.train(self, self.start_iter, self.max_iter)
-        if comm.is_main_process():
+        """Train, evaluate, and write OUTPUT_DIR/report.html.
+
+        Returns:
+            `results`.
+
+        Raises:
+            UserError: a loss is not finite. There is a page then too.
+        """
+        try:
+            TrainerBase.train(self, self.start_iter, self.max_iter)
+        except FloatingPointError as error:
             self._write_page()
-        return self._last_eval_results
+            told = re.sub(r"np\.float\d+\((\S+?)\)", r"\1", one_line(error))
+            raise UserError(
+                f"{told}; lower the learning rate, lengthen its warm-up, clip the gradients, or "
+                "train without mixed precision; the checkpoints so far are in "
+                f"{self.settings.output_dir!r}"
+            ) from None
+        self._write_page()
+        return self.results
+
+    def after_train(self) -> None:
+        if self.iter < self.max_iter:  # an error ended it
+            # Detectron2's hooks take one in the last iteration for the end, and would evaluate.
+            self.iter = min(self.iter, self.max_iter - 2)
+        TrainerBase.after_train(self)
 
     def _write_page(self) -> None:
+        if not comm.is_main_process():
+            return
+        # The folder may have predictions of an earlier run.
+        has_sections = self.results or self.iter >= self.max_iter
         try:
             path = write_page(
                 Path(self.settings.output_dir),
                 self.model,
-                self._last_eval_results,
+                self.results,
                 self.settings.config,
-                self._page_sections(),
+                self._page_sections() if has_sections else {},
             )
         except Exception as error:  # the training is done, and must not fail now
             logger.warning(f"No page of the run: {type(error).__name__}: {error}")
@@ -175,15 +228,38 @@ class Loop(TrainerBase):
             logger.info(f"Page of the run: {path}")
 
     def run_step(self) -> None:
+        self.storage.put_scalar(START_ITERATION, self.start_iter, smoothing_hint=False)
+        self.storage.put_scalar(START_TIME, self._start_time, smoothing_hint=False)
         self._trainer.iter = self.iter
         self._trainer.run_step()
 
     def state_dict(self) -> dict:
-        return TrainerBase.state_dict(self) | {"_trainer": self._trainer.state_dict()}
+        parameters = parameter_names(self.model, self._trainer.optimizers)
+        return TrainerBase.state_dict(self) | {
+            "_trainer": self._trainer.state_dict(),
+            "run": {"facts": self._facts, "parameters": parameters},
+        }
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on from a checkpoint, with the optimizers' options and the schedules of this run; from
+        one that carries no "run", with those that it has."""
+        if "run" not in state:
+            TrainerBase.load_state_dict(self, state)
+            self._trainer.load_state_dict(state["_trainer"])
+            return
+        first = state["iteration"] + 1
+        for line in differences(state["run"]["facts"], self._facts, first):
+            logger.warning(line)
+        rates = {name: getattr(s, "base_lrs", None) for name, s in self.schedules.items()}
         TrainerBase.load_state_dict(self, state)
-        self._trainer.load_state_dict(state["_trainer"])
+        with continuing(self.model, self._trainer.optimizers, state["run"]["parameters"]):
+            self._trainer.load_state_dict(state["_trainer"])
+        for name, schedule in self.schedules.items():
+            if rates[name] is not None:
+                schedule.base_lrs = rates[name]
+            if isinstance(schedule, LRMultiplier) and schedule.last_epoch <= self.max_iter:
+                for group, rate in zip(schedule.optimizer.param_groups, schedule.get_lr()):
+                    group["lr"] = rate
 
 
 def to_parallel(model: nn.Module, device: str, **options) -> nn.Module:
@@ -193,5 +269,9 @@ def to_parallel(model: nn.Module, device: str, **options) -> nn.Module:
         device: the config's; Detectron2 would give a CPU's model the device of a GPU.
         options: arguments of DistributedDataParallel.
     """
-    device_ids = {"device_ids": None} if device == "cpu" else {}
-    return create_ddp_model(model, **options, **device_ids)
+    if device == "cpu":
+        options["device_ids"] = None
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    if renamed and "broadcast_buffers" in options:
+        options["forward_sync_buffers"] = options.pop("broadcast_buffers")
+    return create_ddp_model(model, **options)

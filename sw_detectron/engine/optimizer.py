@@ -126,8 +126,18 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Detectron2's schedules, and "WarmupPolyLR", (1 - iteration / MAX_ITER)^POLY_LR_POWER."""
+    """Detectron2's schedules, and "WarmupPolyLR", (1 - iteration / MAX_ITER)^POLY_LR_POWER.
+
+    Raises:
+        UserError: SOLVER.STEPS do not ascend, or the last of them is the end.
+    """
     solver = cfg.SOLVER
+    steps = list(solver.STEPS)
+    if steps != sorted(set(steps)) or solver.MAX_ITER in steps:
+        raise UserError(
+            f"SOLVER.STEPS {solver.STEPS} must ascend to less than SOLVER.MAX_ITER, "
+            f"{solver.MAX_ITER}"
+        )
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
         return build_detectron2_lr_scheduler(cfg, optimizer)
     factor = WarmupParamScheduler(

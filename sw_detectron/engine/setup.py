@@ -3,12 +3,14 @@
 import argparse
 import logging
 import os
+import socket
 
 import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.engine import default_argument_parser, default_setup
 from detectron2.modeling import build_model
 from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 from torch import nn
 
@@ -20,8 +22,11 @@ from ..errors import UserError, one_line
 from ..task import all_tasks
 from .data_check import check_data, check_datasets, logs_held_back, release_logs
 from .schedule import epochs_to_iterations
+from .values import check_output_folder, check_values, named_by_key
 
 logger = logging.getLogger(__name__)
+
+_URL_TIMEOUT = 30  # seconds that a server may be silent
 
 
 def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
@@ -90,7 +95,8 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
     """
     cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, resume=False)
-    model = build_model(cfg)
+    with named_by_key(cfg):
+        model = build_model(cfg)
     Checkpointer(model).load(cfg.MODEL.WEIGHTS)
     return cfg, model.eval()
 
@@ -102,11 +108,13 @@ def setup(args: argparse.Namespace) -> CfgNode:
         UserError: the config asks for something that is not there.
     """
     cfg = load_config(args.config_file, args.opts)
+    check_values(cfg, training=not args.eval_only)
     check_datasets(cfg, training=not args.eval_only)
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
     if not args.eval_only:
         check_amp("SOLVER.AMP.ENABLED", cfg.SOLVER.AMP.ENABLED, cfg.MODEL.DEVICE)
     schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
+    check_output_folder("OUTPUT_DIR", cfg.OUTPUT_DIR)
     with logs_held_back() as found_in_data:
         check_data(cfg, training=not args.eval_only)
     cfg.freeze()
@@ -137,18 +145,28 @@ def check_amp(key: str, enabled: bool, device: str) -> None:
 
 
 def check_weights(key: str, path: str, output_dir: str, resume: bool) -> None:
-    """The weights to start from, if `path` names a local file and is going to be read, exist.
+    """The weights to start from, if they are going to be read, are there; those behind a URL are
+    fetched.
 
     Args:
         key: the config's name for them.
 
     Raises:
-        UserError: they do not.
+        UserError: they are not.
     """
     if resume and os.path.isfile(os.path.join(output_dir, "last_checkpoint")):
         return
-    if path and "://" not in path and not os.path.isfile(path):
-        raise UserError(
-            f"{key} {path!r} does not exist; give another file, or an empty {key} to train from "
-            "scratch"
-        )
+    remedy = f"give another file, or an empty {key} to train from scratch"
+    if "://" in path:
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_URL_TIMEOUT)
+        try:
+            path = PathManager.get_local_path(path)
+        except Exception as error:  # of the network, of the server, of the cache's folder
+            raise UserError(
+                f"{key} {path!r} cannot be fetched: {one_line(error)}; {remedy}"
+            ) from None
+        finally:
+            socket.setdefaulttimeout(before)
+    if path and not os.path.isfile(path):
+        raise UserError(f"{key} {path!r} does not exist; {remedy}")

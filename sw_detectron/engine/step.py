@@ -46,3 +46,7 @@ class SupervisedStep(SimpleTrainer):
 
 class MixedPrecisionStep(SupervisedStep, AMPTrainer):
     """The same under autocast, with scaled gradients; on GPUs."""
+
+    def load_state_dict(self, state: dict) -> None:
+        # A run may have begun without.
+        super().load_state_dict({"grad_scaler": self.grad_scaler.state_dict()} | state)

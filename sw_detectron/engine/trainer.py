@@ -30,6 +30,7 @@ from .evaluators import build_evaluator
 from .loop import Loop, RunSettings, to_parallel
 from .optimizer import build_lr_scheduler, build_optimizer
 from .step import MixedPrecisionStep, SupervisedStep
+from .values import named_by_key
 
 logger = logging.getLogger(__name__)
 
@@ -50,29 +51,40 @@ class Trainer(Loop, DefaultTrainer):
 
     def __init__(self, cfg: CfgNode):
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        if cfg.SOLVER.IMS_PER_BATCH % comm.get_world_size():
+            raise UserError(
+                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} must be a multiple of the number "
+                f"of processes, {comm.get_world_size()}"
+            )
         self.cfg = cfg
-        step = self.build_step(cfg, self.build_model(cfg))
-        precise = cfg.TEST.PRECISE_BN
-        super().__init__(
-            step,
-            self.build_schedules(cfg, step),
-            RunSettings(
-                output_dir=cfg.OUTPUT_DIR,
-                weights=cfg.MODEL.WEIGHTS,
-                max_iter=cfg.SOLVER.MAX_ITER,
-                checkpoint_options={"period": cfg.SOLVER.CHECKPOINT_PERIOD},
-                eval_period=cfg.TEST.EVAL_PERIOD,
-                seed=cfg.SEED,
-                importance_stop_iter=cfg.SOLVER.IMPORTANCE_STOP_ITER,
-                precise_iters=precise.NUM_ITER if precise.ENABLED else 0,
-                config=cfg.dump(),
-            ),
-            evaluate=lambda: self.test(cfg, self.model),
-            precise_loader=self._build_precise_loader,
-            page_sections=lambda: find_task(cfg).page_sections(
-                cfg.DATASETS.TEST, Path(cfg.OUTPUT_DIR)
-            ),
-        )
+        with named_by_key(cfg):
+            model = self.build_model(cfg)
+            if cfg.TEST.AUG.ENABLED:
+                self.augmented(cfg, model)  # that the task has it, before the training
+            step = self.build_step(cfg, model)
+            schedules = self.build_schedules(cfg, step)
+            precise = cfg.TEST.PRECISE_BN
+            super().__init__(
+                step,
+                schedules,
+                RunSettings(
+                    output_dir=cfg.OUTPUT_DIR,
+                    weights=cfg.MODEL.WEIGHTS,
+                    max_iter=cfg.SOLVER.MAX_ITER,
+                    checkpoint_options={"period": cfg.SOLVER.CHECKPOINT_PERIOD},
+                    eval_period=cfg.TEST.EVAL_PERIOD,
+                    seed=cfg.SEED,
+                    importance_stop_iter=cfg.SOLVER.IMPORTANCE_STOP_ITER,
+                    precise_iters=precise.NUM_ITER if precise.ENABLED else 0,
+                    config=cfg.dump(),
+                    keys=cfg,
+                ),
+                evaluate=lambda: self.test(cfg, self.model),
+                precise_loader=self._build_precise_loader,
+                page_sections=lambda: find_task(cfg).page_sections(
+                    cfg.DATASETS.TEST, Path(cfg.OUTPUT_DIR)
+                ),
+            )
 
     @classmethod
     def build_step(cls, cfg: CfgNode, model: nn.Module) -> TrainerBase:
@@ -117,6 +129,8 @@ class Trainer(Loop, DefaultTrainer):
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         """Detectron2's linear scaling by SOLVER.REFERENCE_WORLD_SIZE, of IMPORTANCE_STOP_ITER too.
 
+        What happens in some iteration still does: none is scaled to 0, which would be never.
+
         Raises:
             UserError: SOLVER.IMS_PER_BATCH is no multiple of SOLVER.REFERENCE_WORLD_SIZE.
         """
@@ -127,12 +141,20 @@ class Trainer(Loop, DefaultTrainer):
                 f"SOLVER.REFERENCE_WORLD_SIZE {solver.REFERENCE_WORLD_SIZE}"
             )
         scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers)
-        if scaled is cfg or not solver.IMPORTANCE_STOP_ITER:
-            return scaled
-        stop = solver.IMPORTANCE_STOP_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
+        if scaled is cfg:
+            return cfg
         was_frozen = scaled.is_frozen()
         scaled.defrost()
-        scaled.SOLVER.IMPORTANCE_STOP_ITER = max(1, round(stop))  # 0 would mean never
+        stop = solver.IMPORTANCE_STOP_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
+        scaled.SOLVER.IMPORTANCE_STOP_ITER = round(stop)
+        for section, key in (
+            ("SOLVER", "IMPORTANCE_STOP_ITER"),
+            ("SOLVER", "MAX_ITER"),
+            ("SOLVER", "CHECKPOINT_PERIOD"),
+            ("TEST", "EVAL_PERIOD"),
+        ):
+            if cfg[section][key] > 0:
+                scaled[section][key] = max(1, scaled[section][key])
         if was_frozen:
             scaled.freeze()
         return scaled

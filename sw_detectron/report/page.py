@@ -1,11 +1,10 @@
 """The page of a run: what was trained and what came of it, as one HTML file that needs no other."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from detectron2.evaluation.testing import flatten_results_dict
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -14,9 +13,10 @@ from ..analysis.importance import final_ratios, importance_curves
 from ..analysis.importance_figures import final_ratios_figure, importance_curves_figure
 from ..analysis.metrics import Series, read_metrics
 from ..files import written_whole
-from ..modeling.summary import sw_table
+from ..modeling.summary import sw_layers, sw_table
 from .curves import losses_figure
 from .html import pre_html, svg_html, table_html
+from .tables import of_category
 
 _STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }
@@ -55,14 +55,14 @@ def write_page(
         UserError: the run has no records.
     """
     series = read_metrics(folder)
-    results = flatten_results_dict(results or {})
+    results = dict(_by_task(results or {}))
     sections = {
         "Results": _results_tables(results),
         **task_sections,
         "Losses": svg_html(losses_figure(series), "losses by iteration"),
         "Evaluations": _evaluation_curves(series, results),
         "SW layers": pre_html(sw_table(model)),
-        "Importance ratios": _importance_figures(series),
+        "Importance ratios": _importance_figures(series, model),
         "Config": f"<details><summary>all keys</summary>{pre_html(config)}</details>",
     }
     title = escape(folder.resolve().name)
@@ -78,8 +78,9 @@ def write_page(
     return path
 
 
-def _importance_figures(series: dict[str, Series]) -> str:
-    curves = importance_curves(series)
+def _importance_figures(series: dict[str, Series], model: nn.Module) -> str:
+    names = {row.name for row in sw_layers(model)}  # the folder may have records of another run
+    curves = {name: c for name, c in importance_curves(series).items() if name in names}
     if not curves:
         return ""
     return svg_html(importance_curves_figure(curves), "importance ratios by iteration") + svg_html(
@@ -87,32 +88,37 @@ def _importance_figures(series: dict[str, Series]) -> str:
     )
 
 
-def _results_tables(results: dict[str, float]) -> str:
-    """A row for each task, and below it those of its single categories."""
+def _results_tables(results: dict[str, dict[str, float]]) -> str:
+    """A row for each task, and below it a row for each of its categories."""
     text = ""
-    for task, metrics in _by_task(results).items():
-        main = {name: value for name, value in metrics.items() if not _of_category(name)}
-        categories = [
-            (name.partition("-")[2], _number(value))
-            for name, value in metrics.items()
-            if _of_category(name)
-        ]
+    for task, metrics in results.items():
+        main = {name: value for name, value in metrics.items() if not of_category(name)}
         if main:
             text += table_html([(task, *map(_number, main.values()))], ["task", *main])
-        if categories:
-            table = table_html(categories, ["category", task])
+        # As in "IoU-wall": evaluators name the metric first, and the category may have any name.
+        by_category: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in filter(of_category, metrics):
+            metric, _, category = name.partition("-")
+            by_category[category][metric] = _number(metrics[name])
+        if by_category:
+            columns = list(dict.fromkeys(m for row in by_category.values() for m in row))
+            rows = [
+                (category, *(row.get(column, "") for column in columns))
+                for category, row in by_category.items()
+            ]
+            table = table_html(rows, ["category", *columns])
             text += f"<details><summary>{escape(task)} by category</summary>{table}</details>"
     return text
 
 
-def _evaluation_curves(series: dict[str, Series], results: dict[str, float]) -> str:
+def _evaluation_curves(series: dict[str, Series], results: dict[str, dict[str, float]]) -> str:
     """A panel for each task; nothing if the run was evaluated only once."""
     panels: dict[str, dict[str, Series]] = {}
-    for task, metrics in _by_task(results).items():
+    for task, metrics in results.items():
         curves = {
             name: series[f"{task}/{name}"]
             for name in metrics
-            if not _of_category(name) and len(series.get(f"{task}/{name}", ((),))[0]) > 1
+            if not of_category(name) and len(series.get(f"{task}/{name}", ((),))[0]) > 1
         }
         if curves:
             panels[task] = curves
@@ -131,17 +137,13 @@ def _evaluation_curves(series: dict[str, Series], results: dict[str, float]) -> 
     return svg_html(figure, "evaluations by iteration")
 
 
-def _by_task(results: dict[str, float]) -> dict[str, dict[str, float]]:
-    tasks: dict[str, dict[str, float]] = defaultdict(dict)
-    for key, value in results.items():
-        task, _, metric = key.rpartition("/")
-        tasks[task][metric] = value
-    return tasks
-
-
-def _of_category(metric: str) -> bool:
-    """As in "AP-person"; evaluators have no other metrics with a dash."""
-    return "-" in metric
+def _by_task(results: Mapping, path: str = "") -> Iterator[tuple[str, Mapping[str, float]]]:
+    """The metrics of each task, or of each data set and task: "bbox", "coco_2017_val/bbox"."""
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            inside = f"{path}{name}"
+            nested = any(isinstance(v, Mapping) for v in value.values())
+            yield from _by_task(value, f"{inside}/") if nested else [(inside, value)]
 
 
 def _number(value: object) -> str:

@@ -54,13 +54,20 @@ def markdown_table(
         for task, metrics in tasks.items():
             label = task.replace("bbox", "box").replace("segm", "mask").replace("_", " ")
             for name, value in metrics.items():
-                if "-" not in name:
+                if not of_category(name):
                     # As papers give them: average precision in tenths of a percent, errors finer.
                     digits = 2 if name.endswith("error") else 1
                     text = f"{value:.{digits}f}" if math.isfinite(value) else "-"
                     row[f"{label} {name}"] = text
         rows.append(row)
+    # A bar would end its cell.
+    rows = [{k.replace("|", r"\|"): v.replace("|", r"\|") for k, v in r.items()} for r in rows]
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def of_category(metric: str) -> bool:
+    """As in "AP-person"; evaluators have no other metrics with a dash."""
+    return "-" in metric
 
 
 def _finite(values: Mapping) -> dict:

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 from detectron2.config import CfgNode
-from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.modeling import GeneralizedRCNN, GeneralizedRCNNWithTTA, PanopticFPN
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.trainer import Trainer
+from ...errors import UserError
 from .mapper import DetectionMapper
 
 
@@ -19,4 +21,14 @@ class DetectionTrainer(Trainer):
 
     @classmethod
     def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
+        network = model.module if isinstance(model, DistributedDataParallel) else model
+        # A panoptic one would lack what the evaluator of panoptic results reads.
+        if not isinstance(network, GeneralizedRCNN) or isinstance(network, PanopticFPN):
+            return super().augmented(cfg, model)
+        for key in ("KEYPOINT_ON", "LOAD_PROPOSALS"):
+            if cfg.MODEL[key]:
+                raise UserError(
+                    f"TEST.AUG.ENABLED: there is no test-time augmentation with MODEL.{key}; set "
+                    "one of them to False"
+                )
         return cfg, GeneralizedRCNNWithTTA(cfg, model)
