@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase, default_writers, hooks
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.solver import LRMultiplier
@@ -98,7 +99,10 @@ class Loop(TrainerBase):
         self.schedules = schedules
         self.settings = settings
         self.checkpointer = Checkpointer(
-            step.model, settings.output_dir, trainer=weakref.proxy(self)
+            step.model,
+            settings.output_dir,
+            cfg=settings.keys if isinstance(settings.keys, CfgNode) else None,
+            trainer=weakref.proxy(self),
         )
         self.start_iter = 0
         self.max_iter = settings.max_iter

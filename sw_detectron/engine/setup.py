@@ -97,7 +97,7 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, resume=False)
     with named_by_key(cfg):
         model = build_model(cfg)
-    Checkpointer(model).load(cfg.MODEL.WEIGHTS)
+    Checkpointer(model, cfg=cfg).load(cfg.MODEL.WEIGHTS)
     return cfg, model.eval()
 
 

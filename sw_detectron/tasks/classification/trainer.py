@@ -133,5 +133,5 @@ class ClassificationTrainer(Trainer):
         metric = "classification/top1_error"
         if len(self.cfg.DATASETS.TEST) > 1:
             metric = f"{self.cfg.DATASETS.TEST[0]}/{metric}"
-        weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR)
+        weights = Checkpointer(self.model, self.cfg.OUTPUT_DIR, cfg=self.cfg)
         return BestCheckpointer(self.cfg.TEST.EVAL_PERIOD, weights, metric, mode="min")
