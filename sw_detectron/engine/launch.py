@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from detectron2.data.detection_utils import SizeMismatchError
 from detectron2.engine import launch as detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
@@ -60,6 +61,11 @@ def _run(main: Main, args: argparse.Namespace) -> None:
     except UserError as error:
         if comm.get_local_rank() == 0:
             fail(error)
+        sys.exit(1)
+    except SizeMismatchError as error:  # of an image that the check of the data did not open
+        if comm.get_local_rank() == 0:
+            # A data loader's worker process puts its traceback before the message.
+            fail(str(error).rpartition(f"{SizeMismatchError.__name__}: ")[2].strip())
         sys.exit(1)
 
 
