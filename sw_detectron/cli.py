@@ -20,7 +20,7 @@ def run(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) 
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        interrupted()
 
 
 def fail(reason: UserError | str) -> NoReturn:
@@ -29,6 +29,13 @@ def fail(reason: UserError | str) -> NoReturn:
     # A data loader's worker process puts its traceback before the message.
     message = str(reason).rpartition(f"{UserError.__name__}: ")[2].strip()
     sys.exit(f"{sys.argv[0]}: error: {message}")
+
+
+def interrupted() -> NoReturn:
+    """End the program as Ctrl-C asks for: one line on standard error and status 130."""
+    logging.shutdown()
+    print(f"{sys.argv[0]}: interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 
 def make_parser(

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from detectron2.config import get_cfg
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import build_backbone
+from detectron2.modeling import build_backbone, build_model
 from helpers.he_resnet import HeResNet
 from torch import nn
 
@@ -18,6 +18,7 @@ from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.checkpoint.convert import convert_checkpoint
 from sw_detectron.checkpoint.facts import contradictions, facts_in, facts_of
 from sw_detectron.checkpoint.writing import write_checkpoint
+from sw_detectron.engine import load_config, load_model
 from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
 
 RGB = {
@@ -310,3 +311,14 @@ def test_an_untrained_network_of_torchvision(tmp_path, author):
     assert {key: result.config[key] for key in RGB} == RGB
     assert result.config["MODEL.RESNETS.STRIDE_IN_1X1"] is False
     assert not any("folded" in note for note in result.notes)
+
+
+def test_every_tool_that_loads_weights_warns(tmp_path, caplog):
+    cfg = load_config("classification_shapes_R18_SW.yaml", [])
+    Checkpointer(build_model(cfg), str(tmp_path), cfg=cfg).save("model")
+    weights = str(tmp_path / "model.pth")
+    load_model("classification_shapes_R18_SW.yaml", weights, [])
+    assert caplog.text.count("weights were made for") == 0
+    load_model("classification_shapes_R18_SW.yaml", weights, ["MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"])
+    assert caplog.text.count("weights were made for") == 1
+    assert "MODEL.PIXEL_STD is [1.0, 1.0, 1.0]" in caplog.text

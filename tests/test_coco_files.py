@@ -14,7 +14,7 @@ from helpers.coco import HEIGHT, WIDTH, register_small, small_coco, write_images
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sw_detectron.data.annotations import usable_mask
+from sw_detectron.data.annotations import mend_coco, usable_mask
 from sw_detectron.data.check import Classes, Wanted, check_contents, check_dataset
 from sw_detectron.errors import UserError
 from sw_detectron.tasks.detection.check import check_objects
@@ -101,6 +101,14 @@ def test_a_valid_file_is_read_as_detectron2_reads_it(folder, caplog):
 def test_contradictions_are_one_line(folder, change, words):
     message = refused(register_small(folder, changed(change)))
     assert all(word in message for word in words), message
+
+
+def test_coco_2014s_minival_may_have_ids_twice():
+    content = changed(lambda c: c["annotations"][1].update(id=1))
+    with pytest.raises(UserError, match="2 annotations with the id 1"):
+        mend_coco(copy.deepcopy(content), "instances_train2014.json")
+    mend_coco(content, "instances_minival2014.json")
+    assert [a["id"] for a in content["annotations"]] == [1, 2, 3, 4, 5, 6]
 
 
 CUT_OFF = json.dumps(small_coco())[:700]

@@ -6,7 +6,12 @@ import re
 
 import numpy as np
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import (
+    DatasetCatalog,
+    DatasetMapper,
+    MetadataCatalog,
+    build_detection_train_loader,
+)
 from detectron2.data.datasets import load_coco_json
 from detectron2.structures import BoxMode
 from helpers.coco import HEIGHT, WIDTH, register_small, small_coco, write_images
@@ -16,7 +21,7 @@ from PIL import Image
 from sw_detectron.data.check import check_dataset
 from sw_detectron.data.sampler import ResumableTrainingSampler
 from sw_detectron.data.slices import register_slice
-from sw_detectron.engine import argument_parser, load_config, load_lazy_config, setup
+from sw_detectron.engine import argument_parser, launch, load_config, load_lazy_config, setup
 from sw_detectron.engine.data_check import check_data, check_datasets, check_lazy_data
 from sw_detectron.errors import UserError
 from sw_detectron.tasks.classification import register_class_folders
@@ -427,6 +432,23 @@ def test_warnings_of_the_check_are_in_the_runs_log(folder, tmp_path):
     log = (tmp_path / "log.txt").read_text()
     assert log.count("1 have no box") == 1
     assert log.count("Loaded 3 images") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_size_that_only_training_finds_wrong_is_one_line(folder, workers):
+    record = python_records() | {"file_name": str(folder / "1.png"), "height": 99}
+    loader = build_detection_train_loader(
+        [record],
+        mapper=DatasetMapper(is_train=True, augmentations=[], image_format="RGB"),
+        total_batch_size=1,
+        num_workers=workers,
+    )
+    args = argument_parser("", "").parse_args(["--config", MASK_RCNN])
+    with pytest.raises(SystemExit) as stop:
+        launch(lambda args: list(loader), args)
+    message = str(stop.value.code)
+    assert "\n" not in message
+    assert "1.png" in message and "(32, 24)" in message and "(32, 99)" in message
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 57])

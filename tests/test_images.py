@@ -201,3 +201,10 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(UserError, match=r"folder '.*' cannot be read: Permission denied"):
         image_files(tmp_path)
+
+
+def test_classes_of_a_folder_that_is_not_there_are_one_clear_line(tmp_path):
+    register_class_folders("absent", tmp_path / "none")
+    with pytest.raises(UserError, match="none' cannot be read: No such file.*DATASETS.FOLDER") as e:
+        class_names("absent")
+    assert "\n" not in str(e.value)

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> None:
     output = output_folder(args.output)
     gaps = {}
     names = names_of_networks(args.config_file, args.weights)
-    for config, weights in zip(args.config_file, args.weights):
+    for name, config, weights in zip(names, args.config_file, args.weights):
         cfg, model = load_model(config, weights, args.opts)
         features = {}
         for folder in (args.source, args.target):
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
             features[folder] = layer_features(model, batches)
             if len(next(iter(features[folder].values()))) < 2:
                 raise UserError(f"{folder!r} holds one image; give at least two of each set")
-        gaps[names[len(gaps)]] = domain_gap(features[args.source], features[args.target])
+        gaps[name] = domain_gap(features[args.source], features[args.target])
     rows = [(name, *row) for name, by_layer in gaps.items() for row in by_layer.items()]
     header = ("network", "layer", "squared_mmd")
     print(tabulate(rows, headers=header, floatfmt=".5f"))

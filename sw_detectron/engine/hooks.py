@@ -195,7 +195,10 @@ class BestCheckpointer(hooks.BestCheckpointer):
         path = os.path.join(self._checkpointer.save_dir, f"{self._file_prefix}.pth")
         if not os.path.isfile(path):
             self.best_metric = self.best_iter = None
-        elif (best := read_file(path).get("best", {})).get("metric") == self._val_metric:
+            return
+        best = read_file(path).get("best", {})
+        # What was found after the iteration that the run goes back to is void.
+        if best.get("metric") == self._val_metric and best["iteration"] <= self.trainer.start_iter:
             self.best_metric, self.best_iter = best["value"], best["iteration"]
 
     def _best_checking(self) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from detectron2.data.detection_utils import SizeMismatchError
 from detectron2.engine import launch as detectron2_launch
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ..cli import INTERRUPTED, fail
+from ..cli import fail, interrupted
 from ..errors import UserError, one_line
 
 Main = Callable[[argparse.Namespace], object]
@@ -59,7 +60,7 @@ def launch(main: Main, args: argparse.Namespace) -> None:
         fail(f"process {error.error_index} ended with {how}; the others were stopped")
     except KeyboardInterrupt:
         _stop_children()
-        sys.exit(INTERRUPTED)
+        interrupted()
 
 
 def _run(main: Main, args: argparse.Namespace) -> None:
@@ -68,6 +69,10 @@ def _run(main: Main, args: argparse.Namespace) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // comm.get_local_size()))
     try:
         main(args)
+    except SizeMismatchError as error:  # of an image that the check of the data did not open
+        # A data loader's worker process puts its traceback before the message.
+        message = str(error).rpartition(f"{SizeMismatchError.__name__}: ")[2].strip()
+        raise UserError(message) from error
     except torch.OutOfMemoryError as error:
         raise UserError(f"{one_line(error)} Take fewer or smaller images a step") from error
     except OSError as error:
@@ -85,7 +90,7 @@ def _run_alone(main: Main, args: argparse.Namespace) -> None:
             fail(error)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        interrupted()
 
 
 def _stop_children() -> None:

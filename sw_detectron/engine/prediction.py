@@ -129,6 +129,7 @@ class Predictor:
     def __init__(self, cfg: CfgNode, confidence: float | None = None):
         cfg = cfg.clone()
         cfg.MODEL.WEIGHTS = ""
+        self._cfg = cfg
         self._task = find_task(cfg)
         self._metadata = _find_metadata(cfg)
         self._confidence = self._task.confidence if confidence is None else confidence
@@ -144,7 +145,7 @@ class Predictor:
             raise UserError("no weights: give --weights FILE")
         if "://" not in weights and not os.path.isfile(weights):
             raise UserError(f"weights {weights!r} do not exist")
-        Checkpointer(self._predict.model).load(weights)
+        Checkpointer(self._predict.model, cfg=self._cfg).load(weights)
 
     def __call__(self, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:
         """Detect, and draw; see `Task.results`.

@@ -79,7 +79,7 @@ def _load(trainer_class: type[Trainer], cfg: CfgNode, resume: bool) -> tuple[nn.
         model = trainer_class.build_model(cfg)
         if cfg.TEST.AUG.ENABLED:
             trainer_class.augmented(cfg, model)  # that the task has it
-    checkpointer = Checkpointer(model, save_dir=cfg.OUTPUT_DIR, cfg=cfg)
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg)
     if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
         raise UserError("--eval-only needs weights: give MODEL.WEIGHTS FILE, or --resume")
     iteration = checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume).get("iteration")

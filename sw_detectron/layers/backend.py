@@ -10,7 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from . import plain, triton
-from .options import Options, Running
+from .options import Options, Parameters, Running
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -40,13 +40,15 @@ def get_backend() -> str:
     return _chosen
 
 
-def backend_of_call(x: Tensor, running: Running, options: Options) -> ModuleType:
+def backend_of_call(
+    x: Tensor, parameters: Parameters, running: Running, options: Options
+) -> ModuleType:
     """`triton` or `plain`.
 
     Raises:
         RuntimeError: the backend "triton" was chosen, and does not run on the device of x.
     """
-    if _chosen != "triton" or not triton.has_kernels(x, running, options):
+    if _chosen != "triton" or not triton.has_kernels(x, parameters, running, options):
         return plain
     reason = triton.cannot_run_on(x.device)
     if reason is not None:

@@ -79,7 +79,7 @@ def switch_whiten(
         pixels = x[:0]  # The other ranks wait for this one, in backward too.
     else:
         return _empty_output(x, parameters)
-    backend = backend_of_call(x, running, options)
+    backend = backend_of_call(x, parameters, running, options)
     y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend)
     return y if x.numel() > 0 else y.reshape(x.shape)
 

@@ -27,11 +27,11 @@ class FusedSwitchWhiten(torch.autograd.Function):
         *running, options, backend = rest
         parameters = Parameters(weight, bias, mean_weight, var_weight)
         with torch.autocast(x.device.type, enabled=False):
-            y, kept, count = backend.forward(x, parameters, Running(*running), options)
+            y, kept, extra = backend.forward(x, parameters, Running(*running), options)
         # In training the running values change, and are not used.
         constants = running if options.of_batch and not options.training else (None, None)
         ctx.save_for_backward(x, *parameters, *constants, *kept)
-        ctx.options, ctx.backend, ctx.count = options, backend, count
+        ctx.options, ctx.backend, ctx.extra = options, backend, extra
         return y
 
     @staticmethod
@@ -43,7 +43,7 @@ class FusedSwitchWhiten(torch.autograd.Function):
                 grads = _differentiable_backward(ctx, dy, x, parameters, running)
             else:
                 grads = ctx.backend.backward(
-                    dy, x, parameters, kept, ctx.count, ctx.options, ctx.needs_input_grad[0]
+                    dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]
                 )
         return *grads, None, None, None, None
 

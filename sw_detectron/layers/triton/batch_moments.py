@@ -1,8 +1,7 @@
 """Second launch of a training step: moments of the batch, and of samples, from those of chunks."""
 
-from torch import Tensor
-
-from .common import launch, padded, rows_of_tile, store_vector, tl, triton
+from .common import Chunks, Map, store_vector, tl, triton
+from .launch import Launch
 from .mixture import chunk_count
 
 
@@ -83,56 +82,15 @@ def _batch_moments_kernel(
             store_vector(cov_ptr + (index * G + row) * G, spread, G, GP)
 
 
-def batch_moments(
-    chunk_mean: Tensor, chunk_cov: Tensor, chunk_length: int, length: int, of_samples: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Moments over all pixels of this rank (Eq. 2 without its ε), and over those of each sample.
-
-    Args:
-        chunk_mean, chunk_cov: (N, g, chunks, G) and (N, g, chunks, G, G).
-        chunk_length: pixels of a chunk.
-        length: L.
-        of_samples: whether the moments of samples are asked for.
-
-    Returns:
-        One tensor with the mean, the covariance and the number of pixels of the batch, as the ranks
-        exchange it; mean (g, G) and covariance (g, G, G) in it; mean (N, g, G) and covariance
-        (N, g, G, G) of samples or None.
-    """
-    n, groups, chunks, num_pergroup = chunk_mean.shape
-    channels = groups * num_pergroup
-    packed, batch_mean, batch_cov = packed_moments(chunk_mean, groups, num_pergroup)
-    mean = cov = None
-    if of_samples and chunks > 1:
-        mean = chunk_mean.new_empty((n, groups, num_pergroup))
-        cov = chunk_mean.new_empty((n, groups, num_pergroup, num_pergroup))
-    launch(
+def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
+    """Moments over all pixels of this rank (Eq. 2 without its ε), and over those of each sample."""
+    return Launch(
         _batch_moments_kernel,
-        channels if mean is None else channels * (1 + n),
-        chunk_mean,
-        chunk_cov,
-        batch_mean,
-        batch_cov,
-        mean,
-        cov,
-        n,
-        groups,
-        chunks,
-        chunk_length,
-        length,
-        G=num_pergroup,
-        GP=padded(num_pergroup),
-        ROWS=rows_of_tile(num_pergroup),
-        num_warps=4,
+        map.channels * (1 + map.samples if of_samples else 1),
+        map.samples,
+        map.groups,
+        chunks.number,
+        chunks.length,
+        map.length,
+        **map.rows,
     )
-    if of_samples and chunks == 1:
-        mean, cov = chunk_mean.squeeze(2), chunk_cov.squeeze(2)
-    return packed, batch_mean, batch_cov, mean, cov
-
-
-def packed_moments(like: Tensor, groups: int, num_pergroup: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized: C + C G + 1 values, and the mean (g, G) and covariance (g, G, G) in it."""
-    channels = groups * num_pergroup
-    packed = like.new_empty(channels + channels * num_pergroup + 1)
-    mean = packed[:channels].view(groups, num_pergroup)
-    return packed, mean, packed[channels:-1].view(groups, num_pergroup, num_pergroup)

@@ -23,9 +23,12 @@ Sums have a fixed order: equal inputs give equal results, bit by bit.
 """
 
 import os
-from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from .launch import launches_are_replaced
 
 try:
     import triton
@@ -48,6 +51,13 @@ SMALLEST_GROUP, LARGEST_GROUP = 8, 64
 # a property of the device, so that results do not depend on the device they were computed on.
 PROGRAMS = 132 * 16
 
+# Parameters and running values lie where their owner has put them: kernels must not be compiled
+# for more aligned ones.
+OF_USERS = [
+    *("mean_weight_ptr", "var_weight_ptr", "weight_ptr", "bias_ptr"),
+    *("running_mean_ptr", "running_cov_ptr", "batch_mean_ptr", "batch_cov_ptr"),
+]
+
 # Values of a long vector that a program works on at a time.
 BLOCK = tl.constexpr(1024)
 
@@ -57,7 +67,8 @@ def cannot_run_on(device: torch.device) -> str | None:
     if not HAS_TRITON:
         return "Triton is not installed"
     if device.type == "cpu":
-        return None if INTERPRETED else "Triton's kernels do not run on a CPU"
+        runs = INTERPRETED or launches_are_replaced()
+        return None if runs else "Triton's kernels do not run on a CPU"
     if device.type != "cuda" or torch.version.hip is not None:
         return "the kernels are for NVIDIA's GPUs"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -65,56 +76,84 @@ def cannot_run_on(device: torch.device) -> str | None:
     return None
 
 
-def launch(kernel, programs: int, *arguments, **options) -> None:
-    """Start a kernel on the device of its tensors; the first argument is one."""
-    device = arguments[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # Loads are either prefetched by hand or left to the many programs: no pipelining.
-        kernel[(programs,)](*arguments, num_stages=1, **options)
+class Map(NamedTuple):
+    """The shape of a feature map, and the strides of its (sample, channel, pixel)."""
+
+    samples: int
+    groups: int
+    num_pergroup: int
+    length: int
+    strides: tuple[int, int, int]
+
+    @property
+    def side(self) -> int:
+        """GP: a power of two, and 16 at least, as tensor cores need."""
+        return max(16, triton.next_power_of_2(self.num_pergroup))
+
+    @property
+    def channels(self) -> int:
+        return self.groups * self.num_pergroup
+
+    @property
+    def matrix(self) -> dict[str, int]:
+        """G and GP of a kernel that works on one matrix in each program, and enough warps."""
+        side = self.side
+        return {"G": self.num_pergroup, "GP": side, "num_warps": min(8, side // 4)}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """G and GP, and ROWS of GP values that make a tile for 4 warps."""
+        side = self.side
+        return {"G": self.num_pergroup, "GP": side, "ROWS": 2048 // side, "num_warps": 4}
 
 
-def padded(num_pergroup: int) -> int:
-    """GP: a power of two, and 16 at least, as tensor cores need."""
-    return max(16, triton.next_power_of_2(num_pergroup))
+def map_of(x: Tensor, num_pergroup: int) -> Map:
+    """Of x (N, C, H, W), whose H and W can be seen as one axis."""
+    pixels = x.flatten(2)
+    n, channels, length = pixels.shape
+    return Map(n, channels // num_pergroup, num_pergroup, length, pixels.stride())
 
 
-def chunking(
-    length: int, matrices: int, block: int, shortest: int, longest: int
-) -> tuple[int, int]:
-    """Pixels of a chunk, a multiple of `block`, and the number of chunks.
+class Chunks(NamedTuple):
+    """How the pixels of a sample are divided: BLOCK, pixels of a chunk, number of chunks."""
 
-    As many chunks as make `PROGRAMS` programs for `matrices` of them, within the bounds.
-    """
-    pixels = triton.cdiv(length * matrices, PROGRAMS)
-    pixels = min(max(pixels, shortest), longest)
-    pixels = triton.cdiv(pixels, block) * block
-    return pixels, triton.cdiv(length, pixels)
+    block: int
+    length: int
+    number: int
 
 
-def tile_length(length: int, largest: int) -> int:
-    """BLOCK, the pixels of a tile: no more than a small feature map has."""
-    return min(largest, max(16, triton.next_power_of_2(length)))
-
-
-def mapping_plan(length: int, matrices: int, side: int) -> tuple[int, int, int]:
-    """(BLOCK, chunk length, chunks) of a kernel that maps pixels to pixels.
+def mapping_chunks(map: Map) -> Chunks:
+    """For a kernel that maps pixels to pixels.
 
     A chunk has 16 GP pixels at most: enough to make its matrix cheap beside them, and the more
     programs, the better they share the GPU.
     """
-    block = tile_length(length, 64 if side == 64 else 128)
-    longest = max(block, 16 * side)
-    return block, *chunking(length, matrices, block, block, longest)
+    block = _tile_length(map.length, 64 if map.side == 64 else 128)
+    return _chunks(map.length, map.samples * map.groups, block, block, max(block, 16 * map.side))
 
 
-def rows_of_tile(num_pergroup: int) -> int:
-    """ROWS of GP values that make a tile for 4 warps."""
-    return 2048 // padded(num_pergroup)
+def summing_chunks(map: Map, most: int, samples: int | None = None) -> Chunks:
+    """For a kernel that sums over pixels: at most so many chunks, for so many samples at once.
+
+    A chunk is 16 GP pixels at least, so that its sum, 4 GP^2 bytes, is small beside its pixels,
+    32 GP^2 bytes in a 16-bit dtype.
+    """
+    matrices = (map.samples if samples is None else samples) * map.groups
+    shortest = max(16 * map.side, triton.cdiv(map.length, most))
+    block = _tile_length(map.length, 64)
+    return _chunks(map.length, matrices, block, shortest, max(shortest, map.length))
 
 
-def matrix_warps(num_pergroup: int) -> int:
-    """Enough warps for (GP, GP) tiles."""
-    return min(8, padded(num_pergroup) // 4)
+def _chunks(length: int, matrices: int, block: int, shortest: int, longest: int) -> Chunks:
+    """As many chunks as make `PROGRAMS` programs for `matrices` of them, within the bounds."""
+    pixels = min(max(triton.cdiv(length * matrices, PROGRAMS), shortest), longest)
+    pixels = triton.cdiv(pixels, block) * block
+    return Chunks(block, pixels, triton.cdiv(length, pixels))
+
+
+def _tile_length(length: int, largest: int) -> int:
+    """BLOCK, the pixels of a tile: no more than a small feature map has."""
+    return min(largest, max(16, triton.next_power_of_2(length)))
 
 
 # ---------------------------------------------------------------------------------------------

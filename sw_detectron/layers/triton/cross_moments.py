@@ -1,23 +1,49 @@
 """First launch of a backward pass: Σ dy (x - μ̂)ᵀ and Σ dy over parts of the pixels."""
 
-from torch import Tensor
+from typing import NamedTuple
 
 from .common import (
-    launch,
+    Chunks,
+    Map,
     load_tile,
     load_vector,
     multiply,
-    padded,
     store_matrix,
     store_vector,
+    summing_chunks,
     tl,
     triton,
 )
-from .moments import summing_plan
+from .launch import Launch
 
 # Parts of a matrix' sum, which the next launch adds up in one program: few where there are many
 # samples, each with its own sum, and more where all samples have one.
 PARTS_OF_SAMPLE, PARTS_OF_BATCH = 64, 128
+
+
+class Parts(NamedTuple):
+    """How a sum over pixels is divided.
+
+    Attributes:
+        of_sample: whether every sample has its own sum.
+        strips: N of those samples, or into how many strips of samples the batch is divided.
+        chunks: of each sample.
+        number: of parts of one sum.
+    """
+
+    of_sample: bool
+    strips: int
+    chunks: Chunks
+    number: int
+
+
+def parts_of(map: Map, of_sample: bool) -> Parts:
+    if of_sample:
+        chunks = summing_chunks(map, PARTS_OF_SAMPLE)
+        return Parts(True, map.samples, chunks, chunks.number)
+    strips = min(map.samples, PARTS_OF_BATCH)
+    chunks = summing_chunks(map, max(1, PARTS_OF_BATCH // strips), strips)
+    return Parts(False, strips, chunks, strips * chunks.number)
 
 
 @triton.jit(do_not_specialize=["samples", "groups", "chunks", "strips"])
@@ -92,48 +118,23 @@ def _cross_moments_kernel(
     store_matrix(product_ptr + part * G * G, tl.trans(product), G, GP)
 
 
-def cross_moments(dy: Tensor, x: Tensor, center: Tensor, of_sample: bool) -> tuple[Tensor, Tensor]:
-    """Sums over parts of the pixels, D = Σ dy (x - μ̂)ᵀ and s = Σ dy.
-
-    Args:
-        dy: (N, C, H, W), float32, bfloat16 or float16; its strides may differ from those of x.
-        x: (N, C, H, W), as dy, N >= 1.
-        center: μ̂, (N', g, G), float32.
-        of_sample: whether N' is N, and not 1.
-
-    Returns:
-        D (N', g, parts, G, G) and s (N', g, parts, G), float32.
-    """
-    dy_pixels, pixels = dy.flatten(2), x.flatten(2)
-    n, _, length = pixels.shape
-    _, groups, num_pergroup = center.shape
-    side = padded(num_pergroup)
-    strips = n if of_sample else min(n, PARTS_OF_BATCH)
-    most = PARTS_OF_SAMPLE if of_sample else max(1, PARTS_OF_BATCH // strips)
-    block, chunk_length, chunks = summing_plan(length, strips * groups, side, most)
-    parts = chunks if of_sample else strips * chunks
-    total = center.new_empty((len(center), groups, parts, num_pergroup))
-    product = center.new_empty((*total.shape, num_pergroup))
-    launch(
+def cross_moments(map: Map, dy_strides: tuple[int, int, int], parts: Parts) -> Launch:
+    """Sums over parts of the pixels, D = Σ dy (x - μ̂)ᵀ and s = Σ dy."""
+    chunks = parts.chunks
+    return Launch(
         _cross_moments_kernel,
-        strips * groups * chunks,
-        dy_pixels,
-        pixels,
-        center,
-        product,
-        total,
-        n,
-        groups,
-        chunks,
-        strips,
-        chunk_length,
-        length,
-        *dy_pixels.stride(),
-        *pixels.stride(),
-        OF_SAMPLE=of_sample,
-        G=num_pergroup,
-        GP=side,
-        BLOCK=block,
-        num_warps=side // 16,
+        parts.strips * map.groups * chunks.number,
+        map.samples,
+        map.groups,
+        chunks.number,
+        parts.strips,
+        chunks.length,
+        map.length,
+        *dy_strides,
+        *map.strides,
+        OF_SAMPLE=parts.of_sample,
+        G=map.num_pergroup,
+        GP=map.side,
+        BLOCK=chunks.block,
+        num_warps=map.side // 16,  # as in `moments`
     )
-    return product, total

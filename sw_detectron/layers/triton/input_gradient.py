@@ -1,28 +1,24 @@
 """Last launch of a backward pass: dx = Aᵀ dy + S (x - μ̂) + t."""
 
-import torch
-from torch import Tensor
-
-from ..mixing import Statistics
-from ..options import Options, Parameters
+from ..options import Options
 from .common import (
     BLOCK,
+    OF_USERS,
+    Map,
     identity_matrix,
-    launch,
     load_matrix,
     load_tile,
     load_vector,
     locate,
-    mapping_plan,
+    mapping_chunks,
     multiply,
-    padded,
     store_tile,
     times,
     tl,
     triton,
 )
+from .launch import Launch
 from .mixture import LAST, SLOTS, omegas, pick, positions, weigh
-from .whiten_backward import TransformGradients
 
 
 @triton.jit
@@ -35,7 +31,7 @@ def _sum_slot(pointer, groups):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["groups", "chunks"])
+@triton.jit(do_not_specialize=["groups", "chunks"], do_not_specialize_on_alignment=OF_USERS)
 def _input_gradient_kernel(
     dy_ptr,
     x_ptr,
@@ -52,7 +48,7 @@ def _input_gradient_kernel(
     layer_ptr,  # (N, 2), None without "ln"
     grad_batch_mean_ptr,  # (g, G), None if the batch's statistics are constants
     grad_batch_cov_ptr,  # (g, G, G), likewise
-    count_ptr,  # M, (1,), None if it is in batch_share
+    count_ptr,  # M, (1,), None if it is that of one rank
     groups,
     chunks,
     chunk_length,
@@ -63,11 +59,8 @@ def _input_gradient_kernel(
     x_stride_sample,
     x_stride_channel,
     x_stride_pixel,
-    dx_stride_sample,
-    dx_stride_channel,
-    dx_stride_pixel,
     sample_share,  # 1 / L
-    batch_share,  # 1 / M
+    batch_share,  # 1 / M of one rank
     K: tl.constexpr,
     BW: tl.constexpr,
     IW: tl.constexpr,
@@ -86,8 +79,7 @@ def _input_gradient_kernel(
     channel = tl.arange(0, GP)
     in_group = (channel < G)[:, None]
     dy_rows = dy_ptr + sample * dy_stride_sample + (group * G + channel) * dy_stride_channel
-    x_rows = x_ptr + sample * x_stride_sample + (group * G + channel) * x_stride_channel
-    dx_rows = dx_ptr + sample * dx_stride_sample + (group * G + channel) * dx_stride_channel
+    rows = sample * x_stride_sample + (group * G + channel) * x_stride_channel
 
     index = sample * groups + group
     shared = group  # where all samples have the same transform
@@ -126,8 +118,7 @@ def _input_gradient_kernel(
         x_matrix += more
         bias += times(more, offset) + batch_share * grad_mean
 
-    centred = x_ptr.dtype.element_ty == tl.float32
-    if not centred:
+    if x_ptr.dtype.element_ty != tl.float32:
         bias -= times(x_matrix, center)  # as in `whiten`
     for start in range(begin, end, BLOCK):
         pixel = start + tl.arange(0, BLOCK)
@@ -135,76 +126,30 @@ def _input_gradient_kernel(
         dy = load_tile(dy_rows, pixel, dy_stride_pixel, inside)
         dx = multiply(dy_matrix, dy, tl.zeros((GP, BLOCK), dtype=tl.float32))
         if (mean_ptr is not None) or (grad_batch_mean_ptr is not None):
-            x = load_tile(x_rows, pixel, x_stride_pixel, inside)
-            if centred:
+            x = load_tile(x_ptr + rows, pixel, x_stride_pixel, inside)
+            if x_ptr.dtype.element_ty == tl.float32:
                 x -= center[:, None]
             dx = multiply(x_matrix, x, dx) + bias[:, None]
-        store_tile(dx_rows, pixel, dx_stride_pixel, inside, dx)
+        store_tile(dx_ptr + rows, pixel, x_stride_pixel, inside, dx)
 
 
-def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    center: Tensor,
-    gradients: TransformGradients,
-    of_batch: Tensor | None,
-    statistics: Statistics,
-    layer: Tensor | None,
-    count: int | Tensor | None,
-    parameters: Parameters,
-    options: Options,
-) -> Tensor:
-    """dx (N, C, H, W), in the dtype and the memory format of x.
-
-    Args:
-        dy: (N, C, H, W), float32, bfloat16 or float16; its strides may differ from those of x.
-        x: (N, C, H, W), as dy, contiguous or channels_last.
-        center: μ̂, (N', g, G).
-        gradients: by `whiten_backward`.
-        of_batch: by `sum_gradients`, of all ranks.
-        statistics, layer: by `whiten`.
-        count: M, a number or a tensor (1,).
-    """
-    dx = torch.empty_like(x)
-    dy_pixels, pixels = dy.flatten(2), x.flatten(2)
-    n, channels, length = pixels.shape
-    dx_pixels = dx.view(pixels.shape)
-    groups, num_pergroup = center.shape[1:]
-    side = padded(num_pergroup)
-    block, chunk_length, chunks = mapping_plan(length, n * groups, side)
-    of_ranks = isinstance(count, Tensor)
-    launch(
+def input_gradient(map: Map, dy_strides: tuple[int, int, int], options: Options) -> Launch:
+    """The gradient of x; dx has the strides of x."""
+    chunks = mapping_chunks(map)
+    return Launch(
         _input_gradient_kernel,
-        n * groups * chunks,
-        dy_pixels,
-        pixels,
-        dx_pixels,
-        parameters.mean_weight,
-        parameters.var_weight,
-        gradients.matrix,
-        center,
-        statistics.mean,
-        statistics.batch_mean,
-        gradients.center,
-        gradients.mixed,
-        gradients.inner,
-        layer,
-        None if of_batch is None else of_batch[:channels],
-        None if of_batch is None else of_batch[channels:],
-        count if of_ranks else None,
-        groups,
-        chunks,
-        chunk_length,
-        length,
-        *dy_pixels.stride(),
-        *pixels.stride(),
-        *dx_pixels.stride(),
-        1.0 / length,
-        0.0 if of_ranks or count is None else 1.0 / count,
+        map.samples * map.groups * chunks.number,
+        map.groups,
+        chunks.number,
+        chunks.length,
+        map.length,
+        *dy_strides,
+        *map.strides,
+        1.0 / map.length,
+        1.0 / (map.samples * map.length),
         **positions(options.statistics),
-        G=num_pergroup,
-        GP=side,
-        BLOCK=block,
+        G=map.num_pergroup,
+        GP=map.side,
+        BLOCK=chunks.block,
         num_warps=4,
     )
-    return dx

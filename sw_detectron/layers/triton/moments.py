@@ -1,23 +1,7 @@
 """First launch of a forward pass: moments of chunks of pixels."""
 
-import torch
-from torch import Tensor
-
-from .common import (
-    chunking,
-    launch,
-    load_tile,
-    locate,
-    padded,
-    split,
-    store_matrix,
-    tile_length,
-    tl,
-    triton,
-)
-
-# So many chunks of a sample can be put together where they are read: see `mixture.sample_moments`.
-CHUNKS_IN_PLACE = 16
+from .common import Chunks, Map, load_tile, locate, split, store_matrix, tl, triton
+from .launch import Launch
 
 
 @triton.jit(do_not_specialize=["groups", "chunks"])
@@ -83,50 +67,20 @@ def _moments_kernel(
     store_matrix(cov_ptr + part * G * G, cov, G, GP)
 
 
-def moments(x: Tensor, num_pergroup: int, most_chunks: int) -> tuple[Tensor, Tensor, int]:
-    """Biased mean and covariance of chunks of each sample and group, from one reading of x.
-
-    Args:
-        x: (N, C, H, W), float32, bfloat16 or float16, contiguous or channels_last.
-        num_pergroup: G.
-        most_chunks: of a sample.
-
-    Returns:
-        mean (N, g, chunks, G), covariance (N, g, chunks, G, G), float32, and the pixels of a chunk;
-        the last one has what remains.
-    """
-    pixels = x.flatten(2)
-    n, channels, length = pixels.shape
-    groups, side = channels // num_pergroup, padded(num_pergroup)
-    block, chunk_length, chunks = summing_plan(length, n * groups, side, most_chunks)
-    mean = x.new_empty((n, groups, chunks, num_pergroup), dtype=torch.float32)
-    cov = x.new_empty((*mean.shape, num_pergroup), dtype=torch.float32)
-    launch(
+def moments(map: Map, chunks: Chunks) -> Launch:
+    """Biased mean and covariance of chunks of each sample and group, from one reading of x."""
+    return Launch(
         _moments_kernel,
-        n * groups * chunks,
-        pixels,
-        mean,
-        cov,
-        groups,
-        chunks,
-        chunk_length,
-        length,
-        *pixels.stride(),
-        G=num_pergroup,
-        GP=side,
-        BLOCK=block,
-        num_warps=side // 16,
+        map.samples * map.groups * chunks.number,
+        map.groups,
+        chunks.number,
+        chunks.length,
+        map.length,
+        *map.strides,
+        G=map.num_pergroup,
+        GP=map.side,
+        BLOCK=chunks.block,
+        # The (GP, GP) sum has GP / 16 warps' worth of tensor core tiles: more warps would compute
+        # the same tiles again.
+        num_warps=map.side // 16,
     )
-    return mean, cov, chunk_length
-
-
-def summing_plan(length: int, matrices: int, side: int, most_chunks: int) -> tuple[int, int, int]:
-    """(BLOCK, chunk length, chunks) of a kernel that sums over pixels.
-
-    The (GP, GP) sum has GP / 16 warps' worth of tensor core tiles: more warps would compute the
-    same tiles again. A chunk is 16 GP pixels at least, so that its sum, 4 GP^2 bytes, is small
-    beside its pixels, 32 GP^2 bytes in a 16-bit dtype.
-    """
-    block = tile_length(length, 64)
-    shortest = max(16 * side, triton.cdiv(length, most_chunks))
-    return block, *chunking(length, matrices, block, shortest, max(shortest, length))

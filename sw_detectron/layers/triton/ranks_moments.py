@@ -1,14 +1,11 @@
 """The launch that synchronized training needs besides: moments of all ranks' batches."""
 
-from torch import Tensor
-
-from ..options import Running
-from .batch_moments import packed_moments
-from .common import launch, load_matrix, load_vector, padded, store_vector, tl, triton
-from .running import all_finite, bump_versions, move_matrix, move_vector
+from .common import OF_USERS, Map, load_matrix, load_vector, store_vector, tl, triton
+from .launch import Launch
+from .running import all_finite, move_matrix, move_vector
 
 
-@triton.jit(do_not_specialize=["ranks", "groups"])
+@triton.jit(do_not_specialize=["ranks", "groups"], do_not_specialize_on_alignment=OF_USERS)
 def _ranks_moments_kernel(
     gathered_ptr,  # (R, C + C G + 1)
     mean_ptr,  # (g, G)
@@ -55,34 +52,11 @@ def _ranks_moments_kernel(
     move_matrix(running_cov_ptr + group * G * G, cov, momentum, finite, G, GP)
 
 
-def ranks_moments(
-    gathered: Tensor, running: Running, momentum: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def ranks_moments(map: Map, ranks: int, momentum: float) -> Launch:
     """Moments over the pixels of all ranks, and the running values moved towards them.
 
-    Args:
-        gathered: (R, C + C G + 1), of every rank what `batch_moments` packs.
-        running: changed in place, unless there is no pixel or a value is not finite.
-
-    Returns:
-        mean (g, G), covariance (g, G, G) and the number of pixels (1,).
+    Nothing moves if there is no pixel or a value is not finite.
     """
-    groups, num_pergroup, _ = running.mean.shape
-    packed, mean, cov = packed_moments(gathered, groups, num_pergroup)
-    side = padded(num_pergroup)
-    launch(
-        _ranks_moments_kernel,
-        groups,
-        gathered,
-        mean,
-        cov,
-        *running,
-        len(gathered),
-        groups,
-        momentum,
-        G=num_pergroup,
-        GP=side,
-        num_warps=min(8, side // 4),
+    return Launch(
+        _ranks_moments_kernel, map.groups, ranks, map.groups, float(momentum), **map.matrix
     )
-    bump_versions(running)
-    return mean, cov, packed[-1:]

@@ -4,9 +4,6 @@ It is made in the launch that first has the batch's moments. A batch with a valu
 leaves all running values of the layer as they are, and so does one without pixels.
 """
 
-import torch
-
-from ..options import Running
 from .common import BLOCK, load_matrix, load_vector, store_matrix, store_vector, tl, triton
 
 
@@ -45,8 +42,3 @@ def move_matrix(running_ptr, target, momentum, allowed, G: tl.constexpr, GP: tl.
     running = load_matrix(running_ptr, G, GP)
     moved = tl.where(allowed, _between(running, target, momentum), running)
     store_matrix(running_ptr, moved, G, GP)
-
-
-def bump_versions(running: Running) -> None:
-    """For autograd, if it has kept the values from before for some other call."""
-    torch.autograd.graph.increment_version(running)

@@ -1,12 +1,9 @@
 """Third launch of a backward pass: sums of gradients over samples and groups."""
 
-import torch
-from torch import Tensor
-
-from ..options import Options, Parameters
-from .common import launch, padded, rows_of_tile, store_vector, tl, triton
+from ..options import Options
+from .common import OF_USERS, Map, store_vector, tl, triton
+from .launch import Launch
 from .mixture import SLOTS, omegas, pick, positions, weigh
-from .whiten_backward import TransformGradients
 
 
 @triton.jit
@@ -95,7 +92,7 @@ def _sum_samples(
         store_vector(grad_batch_cov_ptr + channel.to(tl.int64) * G, grad_cov, G, GP)
 
 
-@triton.jit(do_not_specialize=["samples", "groups"])
+@triton.jit(do_not_specialize=["samples", "groups"], do_not_specialize_on_alignment=OF_USERS)
 def _sum_gradients_kernel(
     mean_weight_ptr,  # (K,)
     var_weight_ptr,  # (K,), None if tied
@@ -158,40 +155,13 @@ def _sum_gradients_kernel(
         )
 
 
-def sum_gradients(
-    gradients: TransformGradients, parameters: Parameters, options: Options
-) -> tuple[Parameters, Tensor | None]:
-    """The gradients of the parameters, float32, and of the batch's mean and covariance.
-
-    Those of the batch are one tensor of C + C G values, as the ranks exchange it; None if the
-    running values stand for the batch.
-    """
-    n, groups, num_pergroup = gradients.center.shape
-    channels = groups * num_pergroup
-
-    def like(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else torch.empty_like(tensor, dtype=torch.float32)
-
-    of_parameters = Parameters(*map(like, parameters))
-    of_batch, mean, cov = None, None, None
-    if options.of_this_batch:
-        of_batch = gradients.center.new_empty(channels + channels * num_pergroup)
-        mean, cov = of_batch[:channels], of_batch[channels:]
-    launch(
+def sum_gradients(map: Map, samples: int, options: Options) -> Launch:
+    """The gradients of the parameters and of the batch's moments, from those of N' samples."""
+    return Launch(
         _sum_gradients_kernel,
-        1 + channels,
-        parameters.mean_weight,
-        parameters.var_weight,
-        *gradients[1:],
-        *of_parameters,
-        mean,
-        cov,
-        n,
-        groups,
+        1 + map.channels,
+        samples,
+        map.groups,
         **positions(options.statistics),
-        G=num_pergroup,
-        GP=padded(num_pergroup),
-        ROWS=rows_of_tile(num_pergroup),
-        num_warps=4,
+        **map.rows,
     )
-    return of_parameters, of_batch

@@ -1,21 +1,17 @@
 """Last launch of a forward pass: y = A (x - μ̂) + β."""
 
-import torch
-from torch import Tensor
-
-from ..mixing import Statistics
-from ..options import Options, Parameters, Running
+from ..options import Options
 from .common import (
+    OF_USERS,
+    Map,
     identity_matrix,
-    launch,
     load_matrix,
     load_tile,
     load_vector,
     locate,
-    mapping_plan,
+    mapping_chunks,
     multiply,
     newton,
-    padded,
     store_matrix,
     store_tile,
     store_vector,
@@ -24,11 +20,15 @@ from .common import (
     tl,
     triton,
 )
+from .launch import Launch
 from .mixture import layer_moments, mix, omegas, positions, sample_moments
-from .running import all_finite, bump_versions, move_matrix, move_vector
+from .running import all_finite, move_matrix, move_vector
 
 
-@triton.jit(do_not_specialize=["groups", "chunks", "moment_chunks", "moment_length"])
+@triton.jit(
+    do_not_specialize=["groups", "chunks", "moment_chunks", "moment_length"],
+    do_not_specialize_on_alignment=OF_USERS,
+)
 def _whiten_kernel(
     x_ptr,
     y_ptr,
@@ -52,12 +52,9 @@ def _whiten_kernel(
     length,
     moment_chunks,
     moment_length,
-    x_stride_sample,
-    x_stride_channel,
-    x_stride_pixel,
-    y_stride_sample,
-    y_stride_channel,
-    y_stride_pixel,
+    stride_sample,
+    stride_channel,
+    stride_pixel,
     eps,
     momentum,
     T: tl.constexpr,
@@ -81,11 +78,10 @@ def _whiten_kernel(
     end = tl.minimum(begin + chunk_length, length)
     channel = tl.arange(0, GP)
     in_group = (channel < G)[:, None]
-    x_rows = x_ptr + sample * x_stride_sample + (group * G + channel) * x_stride_channel
-    y_rows = y_ptr + sample * y_stride_sample + (group * G + channel) * y_stride_channel
+    rows = sample * stride_sample + (group * G + channel) * stride_channel
     # The first pixels are on their way while the matrix is made.
     pixel = begin + tl.arange(0, BLOCK)
-    x = load_tile(x_rows, pixel, x_stride_pixel, in_group & (pixel < end)[None, :])
+    x = load_tile(x_ptr + rows, pixel, stride_pixel, in_group & (pixel < end)[None, :])
 
     index = sample * groups + group
     mean = None
@@ -151,93 +147,44 @@ def _whiten_kernel(
                 move_vector(running_mean_ptr + group * G, batch_mean, momentum, finite, G, GP)
                 move_matrix(running_cov_ptr + group * G * G, batch_cov, momentum, finite, G, GP)
 
-    centred = x_ptr.dtype.element_ty == tl.float32
-    if not centred:
+    if x_ptr.dtype.element_ty != tl.float32:
         # 16-bit values are exact without being centred: what cancellation there is in float32 is
         # far below the rounding of x.
         bias -= times(matrix, center)
     for start in range(begin, end, BLOCK):
-        if centred:
+        if x_ptr.dtype.element_ty == tl.float32:
             x -= center[:, None]
         y = multiply(matrix, x, tl.zeros((GP, BLOCK), dtype=tl.float32)) + bias[:, None]
         pixel = start + tl.arange(0, BLOCK)
-        store_tile(y_rows, pixel, y_stride_pixel, in_group & (pixel < end)[None, :], y)
+        store_tile(y_ptr + rows, pixel, stride_pixel, in_group & (pixel < end)[None, :], y)
         pixel += BLOCK
-        x = load_tile(x_rows, pixel, x_stride_pixel, in_group & (pixel < end)[None, :])
+        x = load_tile(x_ptr + rows, pixel, stride_pixel, in_group & (pixel < end)[None, :])
 
 
-def whiten(
-    x: Tensor,
-    statistics: Statistics,
-    moment_length: int,
-    parameters: Parameters,
-    running: Running | None,
-    options: Options,
-) -> tuple[Tensor, Statistics, Tensor, Tensor | None]:
-    """Whiten with the mixture of statistics (Eqs. 5 and 6).
+def whiten(map: Map, moment_chunks: int, moment_length: int, options: Options) -> Launch:
+    """Whiten with the mixture of statistics (Eqs. 5 and 6); y has the strides of x.
 
     Args:
-        x: (N, C, H, W), N >= 1, contiguous or channels_last.
-        statistics: mean (N, g, chunks, G) and covariance (N, g, chunks, G, G) of chunks of the
-            samples, mean (g, G) and covariance (g, G, G) of the batch; None those that the set does
-            not need.
+        moment_chunks: of a sample, whose moments are given.
         moment_length: pixels of those chunks.
-        running: to be moved towards the batch's statistics, or None.
-
-    Returns:
-        y, the statistics with those of whole samples (N, g, G) and (N, g, G, G), μ̂ (N', g, G), and
-        with "ln" the mean and variance of each sample (N, 2).
     """
-    y = torch.empty_like(x)
-    pixels = x.flatten(2)
-    y_pixels = y.view(pixels.shape)
-    n, channels, length = pixels.shape
-    num_pergroup = options.num_pergroup
-    groups, side = channels // num_pergroup, padded(num_pergroup)
-    block, chunk_length, chunks = mapping_plan(length, n * groups, side)
-
-    def empty(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.float32)
-
-    center = empty(n if options.of_sample else 1, groups, num_pergroup)
-    layer = empty(n, 2) if "ln" in options.statistics else None
-    moment_chunks = 1 if statistics.mean is None else statistics.mean.shape[2]
-    of_samples = (None, None)
-    if moment_chunks > 1:
-        of_samples = empty(n, groups, num_pergroup), empty(n, groups, num_pergroup, num_pergroup)
-    launch(
+    chunks = mapping_chunks(map)
+    return Launch(
         _whiten_kernel,
-        n * groups * chunks,
-        pixels,
-        y_pixels,
-        parameters.mean_weight,
-        parameters.var_weight,
-        parameters.weight,
-        parameters.bias,
-        *statistics,
-        *(running or (None, None)),
-        center,
-        *of_samples,
-        layer,
-        groups,
-        chunks,
-        chunk_length,
-        length,
+        map.samples * map.groups * chunks.number,
+        map.groups,
+        chunks.number,
+        chunks.length,
+        map.length,
         moment_chunks,
         moment_length,
-        *pixels.stride(),
-        *y_pixels.stride(),
-        options.eps,
-        options.momentum,
+        *map.strides,
+        float(options.eps),
+        float(options.momentum),
         T=options.num_iterations,
         **positions(options.statistics),
-        G=num_pergroup,
-        GP=side,
-        BLOCK=block,
+        G=map.num_pergroup,
+        GP=map.side,
+        BLOCK=chunks.block,
         num_warps=4,
     )
-    if running is not None:
-        bump_versions(running)
-    if statistics.mean is not None and moment_chunks == 1:
-        of_samples = statistics.mean.squeeze(2), statistics.cov.squeeze(2)
-    return y, Statistics(*of_samples, *statistics[2:]), center, layer

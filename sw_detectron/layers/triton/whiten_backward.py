@@ -1,53 +1,28 @@
 """Second launch of a backward pass: through the transform of each sample and group."""
 
-from typing import NamedTuple
-
-from torch import Tensor
-
-from ..mixing import Statistics
-from ..options import Options, Parameters
+from ..options import Options
 from .common import (
+    OF_USERS,
+    Map,
     identity_matrix,
-    launch,
     load_matrix,
     load_vector,
-    matrix_warps,
     newton,
     newton_backward,
-    padded,
     store_matrix,
     store_vector,
     sum_matrix,
     tl,
     triton,
 )
+from .launch import Launch
 from .mixture import LAST, SLOTS, inner_products, mix, omegas, place, positions
 
 # Matrices that a program has on their way at a time.
 LOADS = tl.constexpr(8)
 
 
-class TransformGradients(NamedTuple):
-    """What `whiten_backward` leaves, each still of one sample and group.
-
-    Attributes:
-        matrix: A = γ ⊙ Σ̂^(-1/2), (N', g, G, G), no gradient.
-        weight: of γ, (N', g, G), None without γ and β.
-        bias: of β, (N', g, G).
-        center: of μ̂, (N', g, G).
-        mixed: of Σ̂, (N', g, G, G).
-        inner: of ω and ω', (N', g, 2, SLOTS).
-    """
-
-    matrix: Tensor
-    weight: Tensor | None
-    bias: Tensor
-    center: Tensor
-    mixed: Tensor
-    inner: Tensor
-
-
-@triton.jit(do_not_specialize=["parts", "groups"])
+@triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=OF_USERS)
 def _whiten_backward_kernel(
     product_ptr,  # (N', g, parts, G, G)
     total_ptr,  # (N', g, parts, G)
@@ -181,54 +156,15 @@ def _whiten_backward_kernel(
     tl.store(inner_ptr + (2 * index + 1) * SLOTS + slot, of_cov)
 
 
-def whiten_backward(
-    product: Tensor,
-    total: Tensor,
-    statistics: Statistics,
-    layer: Tensor | None,
-    parameters: Parameters,
-    options: Options,
-) -> TransformGradients:
-    """The gradients of the loss through center, matrix and shift of each sample and group.
-
-    Args:
-        product: D = Σ dy (x - μ̂)ᵀ over parts of the pixels, (N', g, parts, G, G).
-        total: s = Σ dy, (N', g, parts, G).
-        statistics, layer: by `whiten`.
-    """
-    n, groups, parts, num_pergroup = total.shape
-    matrices, side = n * groups, padded(num_pergroup)
-    num_iterations = options.num_iterations
-    vectors = total.new_empty((3, n, groups, num_pergroup)).unbind()
-    matrix, mixed = total.new_empty((2, n, groups, num_pergroup, num_pergroup)).unbind()
-    grad_weight, grad_bias, grad_center = vectors
-    gradients = TransformGradients(
-        matrix,
-        None if parameters.weight is None else grad_weight,
-        grad_bias,
-        grad_center,
-        mixed,
-        total.new_empty((n, groups, 2, SLOTS.value)),
-    )
-    launch(
+def whiten_backward(map: Map, matrices: int, parts: int, options: Options) -> Launch:
+    """Through the transforms of so many samples and groups, N' g, of a sum in parts each."""
+    return Launch(
         _whiten_backward_kernel,
         matrices,
-        product,
-        total,
-        parameters.mean_weight,
-        parameters.var_weight,
-        parameters.weight,
-        *statistics,
-        layer,
-        *gradients,
-        total.new_empty((matrices, num_iterations - 1, 2, side, side)),
         parts,
-        groups,
-        options.eps,
-        T=num_iterations,
+        map.groups,
+        float(options.eps),
+        T=options.num_iterations,
         **positions(options.statistics),
-        G=num_pergroup,
-        GP=side,
-        num_warps=matrix_warps(num_pergroup),
+        **map.matrix,
     )
-    return gradients

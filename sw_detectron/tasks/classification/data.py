@@ -130,7 +130,13 @@ def _read_cifar(dataset: type, root: Path, train: bool) -> torchvision_datasets.
 
 
 def _find_classes(folder: Path) -> tuple[str, ...]:
-    entries = os.scandir(folder)
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise UserError(
+            f"class folders {str(folder)!r} cannot be read: {error.strerror}; set DATASETS.FOLDER, "
+            "or the environment variable DETECTRON2_DATASETS, to where the images are"
+        ) from None
     classes = tuple(sorted(e.name for e in entries if e.is_dir() and is_visible(e.name)))
     if not classes:
         raise UserError(f"no class folders in {str(folder)!r}; images belong in {folder}/CLASS/")

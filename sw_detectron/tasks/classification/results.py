@@ -22,7 +22,7 @@ class ClassPredictor:
 
     def __init__(self, cfg: CfgNode):
         self.model = build_model(cfg).eval()
-        Checkpointer(self.model).load(cfg.MODEL.WEIGHTS)
+        Checkpointer(self.model, cfg=cfg).load(cfg.MODEL.WEIGHTS)
         self._transform = test_transform(cfg)
 
     def __call__(self, frame: np.ndarray) -> dict[str, Tensor]:

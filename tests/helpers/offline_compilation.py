@@ -1,0 +1,81 @@
+"""Compile every kernel that a layer starts for a GPU that is not there.
+
+Run by itself, as Triton must not interpret kernels in the same process:
+    python tests/helpers/offline_compilation.py BACKEND ARCHITECTURE WARP_SIZE
+"""
+
+import sys
+
+import torch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sw_detectron.layers import STATISTICS, SwitchWhiten2d, set_backend
+from sw_detectron.layers.triton import replaced_launches
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Statistics, G, dtype, memory format, training.
+CASES = [
+    (("bw", "iw"), 16, torch.float32, torch.contiguous_format, True),
+    (("bw", "iw"), 16, torch.bfloat16, torch.channels_last, True),
+    (STATISTICS, 16, torch.float16, torch.contiguous_format, True),
+    (STATISTICS, 64, torch.float32, torch.channels_last, True),
+    (("bw",), 8, torch.float32, torch.contiguous_format, False),
+    (("iw", "ln"), 32, torch.bfloat16, torch.contiguous_format, False),
+]
+
+
+def source(launch, pointers) -> ASTSource:
+    """The kernel specialized as Triton does: for numbers that are 1, and multiples of 16."""
+    kernel, named = launch.kernel, launch.options(pointers)
+    parameters = dict(zip(kernel.arg_names, pointers)) | {
+        name: value for name, value in named.items() if name in kernel.arg_names
+    }
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = parameters[parameter.name]
+        aligned = False
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{TYPES[value.dtype]}"
+            aligned = not parameter.do_not_specialize_on_alignment
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = "i32"
+            aligned = value % 16 == 0 and not parameter.do_not_specialize
+        if aligned:
+            attributes[i,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def main() -> None:
+    backend, architecture, warp_size = sys.argv[1:]
+    architecture = int(architecture) if architecture.isdigit() else architecture
+    target = GPUTarget(backend, architecture, int(warp_size))
+    done = set()
+
+    def compile_once(launch, pointers):
+        kernel = source(launch, pointers)
+        options = launch.options(pointers)
+        options = {name: options[name] for name in ("num_warps", "num_stages")}
+        if kernel.hash() not in done:
+            done.add(kernel.hash())
+            compile_kernel(kernel, target=target, options=options)
+
+    set_backend("triton")
+    for statistics, group, dtype, memory_format, training in CASES:
+        layer = SwitchWhiten2d(2 * group, group, statistics).train(training)
+        x = torch.zeros(3, 2 * group, 28, 28, dtype=dtype).to(memory_format=memory_format)
+        with replaced_launches(compile_once):
+            layer(x.requires_grad_()).backward(torch.zeros_like(x))
+    print(len(done))
+
+
+if __name__ == "__main__":
+    main()
