@@ -5,11 +5,14 @@ pass, and holds for its backward pass too, since what a backend keeps is its own
 """
 
 import os
+import warnings
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from . import plain, triton
+from .check import disagreement
 from .options import Options, Parameters, Running
 
 BACKENDS = ("auto", "triton", "torch")
@@ -24,7 +27,9 @@ def set_backend(name: str) -> None:
 
     The environment variable SW_DETECTRON_BACKEND, read when this module is imported, sets the
     choice that a process starts with. The kernels take whitening sets with Newton's iteration and
-    groups of 8 to 64 channels, up to float32; all else is PyTorch's whatever is chosen.
+    groups of 8 to 64 channels, up to float32; all else is PyTorch's whatever is chosen. Before they
+    are relied on for a kind of call they are compared with PyTorch on a small problem; if they
+    fail, "auto" warns and goes on without them, and "triton" makes it an error.
 
     Raises:
         ValueError: there is no backend of this name.
@@ -46,15 +51,55 @@ def backend_of_call(
     """`triton` or `plain`.
 
     Raises:
-        RuntimeError: the backend "triton" was chosen, and does not run on the device of x.
+        RuntimeError: the backend "triton" was chosen, and cannot be relied on.
     """
-    if _chosen != "triton" or not triton.has_kernels(x, parameters, running, options):
+    if _chosen == "torch" or (_chosen == "auto" and not _is_for_kernels(x)):
         return plain
-    reason = triton.cannot_run_on(x.device)
-    if reason is not None:
+    if not triton.has_kernels(x, parameters, running, options):
+        return plain
+    reason = _objection(x, options)
+    if reason is None:
+        return triton
+    if _chosen == "triton":
         raise RuntimeError(f"the backend is set to 'triton', but {reason}")
-    return triton
+    return plain
 
 
+def _is_for_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _objection(x: Tensor, options: Options) -> str | None:
+    """Why the kernels cannot be relied on for calls like this one; found out at the first one."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    call = (x.device, x.dtype, last, options.num_pergroup, options.statistics)
+    call += (options.num_iterations,)
+    if call not in _objections:
+        reason = triton.cannot_run_on(x.device)
+        if reason is not None:
+            return reason
+        if triton.needs_no_check():
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "a graph is being captured before the layer was ever called"
+        _objections[call] = _check(x, options)
+    return _objections[call]
+
+
+def _check(x: Tensor, options: Options) -> str | None:
+    reason = disagreement(x, options)
+    if reason is None:
+        return None
+    reason = (
+        f"Switchable Whitening's kernels failed their check on {x.device} for {x.dtype}, "
+        f"{options.num_pergroup} channels in a group, {options.statistics}: {reason}"
+    )
+    if _chosen == "auto":
+        warnings.warn(f"{reason}. PyTorch's own operations are used, which are slower.")
+    return reason
+
+
+# By kind of call; None where nothing speaks against the kernels.
+_objections: dict[tuple, str | None] = {}
 _chosen = "auto"
 set_backend(os.environ.get("SW_DETECTRON_BACKEND") or "auto")

@@ -26,8 +26,7 @@ class FusedSwitchWhiten(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean_weight, var_weight, *rest) -> Tensor:
         *running, options, backend = rest
         parameters = Parameters(weight, bias, mean_weight, var_weight)
-        with torch.autocast(x.device.type, enabled=False):
-            y, kept, extra = backend.forward(x, parameters, Running(*running), options)
+        y, kept, extra = backend.forward(x, parameters, Running(*running), options)
         # In training the running values change, and are not used.
         constants = running if options.of_batch and not options.training else (None, None)
         ctx.save_for_backward(x, *parameters, *constants, *kept)
@@ -38,13 +37,13 @@ class FusedSwitchWhiten(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         parameters, running, kept = Parameters(*rest[:4]), Running(*rest[4:6]), rest[6:]
-        with torch.autocast(dy.device.type, enabled=False):
-            if torch.is_grad_enabled():  # somebody is going to differentiate the gradient
+        if torch.is_grad_enabled():  # somebody is going to differentiate the gradient
+            with torch.autocast(dy.device.type, enabled=False):
                 grads = _differentiable_backward(ctx, dy, x, parameters, running)
-            else:
-                grads = ctx.backend.backward(
-                    dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]
-                )
+        else:
+            grads = ctx.backend.backward(
+                dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]
+            )
         return *grads, None, None, None, None
 
 

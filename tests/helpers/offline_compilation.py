@@ -7,12 +7,13 @@ Run by itself, as Triton must not interpret kernels in the same process:
 import sys
 
 import torch
+import triton.language as tl
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sw_detectron.layers import STATISTICS, SwitchWhiten2d, set_backend
-from sw_detectron.layers.triton import replaced_launches
+from sw_detectron.layers.triton import common, replaced_launches
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -57,6 +58,10 @@ def source(launch, pointers) -> ASTSource:
 def main() -> None:
     backend, architecture, warp_size = sys.argv[1:]
     architecture = int(architecture) if architecture.isdigit() else architecture
+    if backend == "hip":  # as `common` and `moments` choose where PyTorch is AMD's
+        for module in (common, sys.modules[common.__name__.replace("common", "moments")]):
+            for name in {"PRODUCT", "EXACT_PRODUCT"} & vars(module).keys():
+                setattr(module, name, tl.constexpr("ieee"))
     target = GPUTarget(backend, architecture, int(warp_size))
     done = set()
 

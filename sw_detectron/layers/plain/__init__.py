@@ -31,6 +31,30 @@ def forward(
         x: (N, C, H, W), contiguous or channels_last.
         running: updated where the statistics of the batch are taken.
     """
+    with torch.autocast(x.device.type, enabled=False):
+        return _forward(x, parameters, running, options)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    parameters: Parameters,
+    kept: list[Tensor | None],
+    count: int | Tensor | None,
+    options: Options,
+    needs_dx: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, None if it needs none, and of the parameters.
+
+    Args:
+        dy: (N, C, H, W), of any strides.
+        kept, count: by `forward`.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _backward(dy, x, parameters, kept, count, options, needs_dx)
+
+
+def _forward(x: Tensor, parameters: Parameters, running: Running, options: Options):
     dtype = torch.promote_types(x.dtype, torch.float32)
     mean = cov = batch_mean = batch_cov = count = None
     if options.of_sample or options.of_this_batch:
@@ -52,21 +76,7 @@ def forward(
     return y, (*statistics, transform.center, *transform.saved), count
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    parameters: Parameters,
-    kept: list[Tensor | None],
-    count: int | Tensor | None,
-    options: Options,
-    needs_dx: bool,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, None if it needs none, and of the parameters.
-
-    Args:
-        dy: (N, C, H, W), of any strides.
-        kept, count: by `forward`.
-    """
+def _backward(dy: Tensor, x: Tensor, parameters, kept, count, options: Options, needs_dx: bool):
     statistics, center, saved = Statistics(*kept[:4]), kept[4], tuple(kept[5:])
     product, total = cross_moments(dy, x, center, options.diagonal)
     grad_parameters, gradients, matrix = whitening_transform_backward(

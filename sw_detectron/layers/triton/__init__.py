@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..options import Options, Parameters, Running
 from .common import HAS_TRITON, INTERPRETED, LARGEST_GROUP, SMALLEST_GROUP, cannot_run_on
-from .launch import replaced_launches
+from .launch import launches_are_replaced, replaced_launches, start_as_triton_does
 from .plan import Plan
 
 __all__ = [
@@ -20,7 +20,9 @@ __all__ = [
     "cannot_run_on",
     "forward",
     "has_kernels",
+    "needs_no_check",
     "replaced_launches",
+    "start_as_triton_does",
 ]
 
 # Plans by signature; detectors see many shapes, but not this many that come back.
@@ -83,3 +85,8 @@ def backward(
             return backward(dy, x, parameters, kept, plan, options, needs_dx)
     dx, *grads = plan.backward(dy, x, parameters, kept, needs_dx)
     return dx, *(None if g is None else g.to(p.dtype) for g, p in zip(grads, parameters))
+
+
+def needs_no_check() -> bool:
+    """Whether no GPU is concerned: kernels are interpreted, or not even started."""
+    return INTERPRETED or launches_are_replaced()

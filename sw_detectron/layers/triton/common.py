@@ -17,7 +17,7 @@ ill-conditioned covariance, whose inverse root amplifies errors, wants more, for
 too: centred values no longer fit 11 bits. So a float32 factor is split into two tf32 numbers, and
 the product, as close to float32 as 22 bits, is a sum of two or three. That is affordable: these
 kernels wait for memory. ("tf32x3" is Triton's name for two split factors.) Products of small
-matrices are in true float32 ("ieee").
+matrices are in true float32 ("ieee"), and on AMD's GPUs, which have no tf32x3, all are.
 
 Sums have a fixed order: equal inputs give equal results, bit by bit.
 """
@@ -57,6 +57,10 @@ OF_USERS = [
     *("mean_weight_ptr", "var_weight_ptr", "weight_ptr", "bias_ptr"),
     *("running_mean_ptr", "running_cov_ptr", "batch_mean_ptr", "batch_cov_ptr"),
 ]
+
+_AMD = torch.version.hip is not None
+PRODUCT = tl.constexpr("ieee" if _AMD else "tf32x3")  # of float32 factors
+EXACT_PRODUCT = tl.constexpr("ieee" if _AMD else "tf32")  # of factors of 11 bits
 
 # Values of a long vector that a program works on at a time.
 BLOCK = tl.constexpr(1024)
@@ -202,12 +206,12 @@ def split(value):
 def multiply(matrix, values, total):
     """total + matrix @ values, for a float32 matrix and values as they were loaded."""
     if values.dtype == tl.float32:
-        total = tl.dot(matrix, values, total, input_precision="tf32x3")
+        total = tl.dot(matrix, values, total, input_precision=PRODUCT)
     else:
         # 16-bit values are exact in tf32.
         high, low = split(matrix)
-        total = tl.dot(high, values.to(tl.float32), total, input_precision="tf32")
-        total = tl.dot(low, values.to(tl.float32), total, input_precision="tf32")
+        total = tl.dot(high, values.to(tl.float32), total, input_precision=EXACT_PRODUCT)
+        total = tl.dot(low, values.to(tl.float32), total, input_precision=EXACT_PRODUCT)
     return total
 
 

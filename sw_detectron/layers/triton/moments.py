@@ -1,6 +1,6 @@
 """First launch of a forward pass: moments of chunks of pixels."""
 
-from .common import Chunks, Map, load_tile, locate, split, store_matrix, tl, triton
+from .common import EXACT_PRODUCT, Chunks, Map, load_tile, locate, split, store_matrix, tl, triton
 from .launch import Launch
 
 
@@ -51,8 +51,8 @@ def _moments_kernel(
         total += tl.sum(deviation, axis=1)
         # deviation deviation^T = high high^T + high low^T + (high low^T)^T + negligible.
         high, low = split(deviation)
-        scatter = tl.dot(high, tl.trans(high), scatter, input_precision="tf32")
-        mixed = tl.dot(high, tl.trans(low), mixed, input_precision="tf32")
+        scatter = tl.dot(high, tl.trans(high), scatter, input_precision=EXACT_PRODUCT)
+        mixed = tl.dot(high, tl.trans(low), mixed, input_precision=EXACT_PRODUCT)
 
     scatter += mixed + tl.trans(mixed)
     count = (end - begin).to(tl.float32)

@@ -50,7 +50,7 @@ class Block:
         return torch.empty(self._total, dtype=torch.float32, device=device)
 
     def split(self, whole: Tensor) -> list[Tensor | None]:
-        parts = iter(whole.split(self._sizes))
+        parts = iter(whole.split_with_sizes(self._sizes))
         return [next(parts) if needed else None for needed in self._needed]
 
 
@@ -175,14 +175,12 @@ class Plan:
         mean, cov, batch_mean, batch_cov, center, layer = self._kept.split(kept[0])
         if len(kept) > 1:
             batch_mean, batch_cov = kept[1:]
-        temporary = self._backward_temporary.split(self._backward_temporary.allocate(device))
-        product, total, *gradients, iterates, of_batch = temporary
+        temporary = self._backward_temporary.allocate(device)
+        parts = self._backward_temporary.split(temporary)
+        product, total, *gradients, iterates, sum_mean, sum_cov = parts
         matrix, _, _, of_center, of_mixed, inner = gradients
         of_parameters = self._gradients.split(self._gradients.allocate(device))
         ratios, stream = (parameters.mean_weight, parameters.var_weight), current_stream(device)
-        sum_mean = sum_cov = count = None
-        if of_batch is not None:
-            sum_mean, sum_cov = of_batch.split([self._vector, self._matrix])
 
         cross(stream, pixels, x, center, product, total)
         through(
@@ -190,10 +188,10 @@ class Plan:
             *(mean, cov, batch_mean, batch_cov, layer, *gradients, iterates),
         )
         sums(stream, *ratios, *gradients[1:], *of_parameters, sum_mean, sum_cov)
+        count = dx = None
         if self._of_ranks:
-            sum_over_ranks(of_batch, options.group)
+            sum_over_ranks(temporary[-(self._vector + self._matrix) :], options.group)
             count = batch_cov[-1:]
-        dx = None
         if needs_dx:
             dx = torch.empty_like(x)
             to_input(
@@ -225,8 +223,8 @@ class Plan:
         return Block(
             [matrices * parts, vectors * parts]
             + [matrices, vectors, vectors, vectors, matrices, n * map.groups * 2 * SLOTS.value]
-            + [iterates, self._vector + self._matrix],
-            [True, True, True, weighted, True, True, True, True, True, options.of_this_batch],
+            + [iterates, self._vector, self._matrix],
+            [True, True, True, weighted] + [True] * 5 + [options.of_this_batch] * 2,
         )
 
 
