@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import torch
+from tqdm import tqdm
 
 from ...errors import UserError
 from .parts import Part, Scale
@@ -102,8 +104,10 @@ def _run(part: Part, scale: Scale, seconds: float, outcome: Outcome, context) ->
 
 def _measure(part: Part, scale: Scale, seconds: float, sender: Connection) -> None:
     """The process of a part."""
-    # So that it ends what it has started.
+    # Ctrl-C is the other process's to see; told to end, this one ends what it has started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    tqdm.set_lock(threading.RLock())  # the default is a semaphore, which a process killed leaks
     logging.getLogger("sw_detectron").addHandler(_Notes(sender))
     try:
         for heading, record in part.measure(scale, seconds):

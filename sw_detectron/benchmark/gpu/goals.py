@@ -99,7 +99,7 @@ def find_goals(records: Records) -> list[Goal]:
         if kernel.kernel == ALL and kernel.contender != BASELINE
     ]
     failed = [
-        Value(len(record.failed), "the tests")
+        Value(len(record.failed), f"{record.passed} that passed, {record.row()['ran']}")
         for _, record in records
         if isinstance(record, SuiteRun) and record.status != 5
     ]

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, in parts; each yields its records as they come, the important first."""
+"""What is measured on a GPU, in parts; each yields its records as they come, best first."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,7 +35,8 @@ class Scale:
         how: the backend whose kernels are looked at.
         compiler: a backend of `torch.compile`.
         thin: small networks.
-        suite: the files of tests, or None for all that concern a GPU.
+        sets: of SW, whose kernels are looked at.
+        suite: how many files of tests to run, or None for all that concern a GPU.
     """
 
     device: torch.device
@@ -54,7 +55,8 @@ class Scale:
     amp: bool = True
     compiler: str = "inductor"
     thin: bool = False
-    suite: tuple[Path, ...] | None = None
+    sets: tuple[tuple[str, ...], ...] = DEFAULT_SETS
+    suite: int | None = None
 
 
 def rehearsal(folder: Path) -> Scale:
@@ -74,7 +76,8 @@ def rehearsal(folder: Path) -> Scale:
         amp=False,
         compiler="eager",
         thin=True,
-        suite=tuple(gpu_tests()[:1]),
+        sets=DEFAULT_SETS[:1],
+        suite=1,
     )
 
 
@@ -93,7 +96,7 @@ class Part(NamedTuple):
 
 
 def tests(scale: Scale, seconds: float) -> Iterator[tuple[str, SuiteRun]]:
-    files = list(scale.suite or gpu_tests())
+    files = gpu_tests()[: scale.suite]
     processes = 1 if scale.thin else max(1, min(6, (os.cpu_count() or 1) // 2))
     # The rest is for ending them.
     yield "Tests", run_suite(files, 0.95 * seconds - 1, scale.folder / "tests.log", processes)
@@ -104,7 +107,7 @@ def kernels(scale: Scale, seconds: float) -> Iterator[tuple[str, KernelTime]]:
     yield "Kernels", copy
     for dtype, memory_format in zip(scale.dtypes, scale.formats):
         x = (scale.kernel_shape, scale.device, DTYPES[dtype], memory_format)
-        for record in kernel_times(*x, DEFAULT_SETS, scale.how, copy, scale.calls):
+        for record in kernel_times(*x, scale.sets, scale.how, copy, scale.calls, scale.warmup):
             yield "Kernels", record
 
 
@@ -150,11 +153,11 @@ def steps(
 
 
 PARTS = (
-    Part("tests", 20, tests),
-    Part("kernels", 8, kernels),
-    Part("host time", 4, host),
+    Part("tests", 16, tests),
+    Part("kernels", 10, kernels),
+    Part("host time", 3, host),
     Part("layers", 22, layers),
-    Part("ResNet-50", 10, partial(steps, model="resnet50")),
-    Part("Mask R-CNN", 12, partial(steps, model="mask_rcnn")),
-    Part("ResNet-50, compiled", 24, partial(steps, model="resnet50", compiled=True)),
+    Part("ResNet-50", 8, partial(steps, model="resnet50")),
+    Part("Mask R-CNN", 10, partial(steps, model="mask_rcnn")),
+    Part("ResNet-50, compiled", 31, partial(steps, model="resnet50", compiled=True)),
 )

@@ -24,6 +24,8 @@ MAPS = {
 ALL = "all kernels"
 COPY = "copy"
 
+_SHOWN = 12  # kernels of a layer, the longest ones
+
 
 @dataclass(frozen=True)
 class KernelTime:
@@ -81,6 +83,7 @@ def kernel_times(
     how: str,
     copy: KernelTime,
     calls: int = 10,
+    warmup: int = 3,
 ) -> list[KernelTime]:
     """The kernels of BN and of SW by Newton's iteration, forward and backward.
 
@@ -104,12 +107,12 @@ def kernel_times(
     for name, layer in layers.items():
         if name.endswith(" plain"):
             continue  # some 150 small operations
-        kernels = profile_calls(partial(forward_backward, layer, how, x, dy), device, calls)
+        kernels = profile_calls(partial(forward_backward, layer, how, x, dy), device, calls, warmup)
         if not kernels:
             raise UserError("PyTorch's profiler sees no kernel on this machine")
         rows += [
-            _row(case, name, kernel, *times, _maps(kernel), size, copy)
-            for kernel, times in kernels.items()
+            _row(case, name, _short(kernel), *times, _maps(kernel), size, copy)
+            for kernel, times in list(kernels.items())[:_SHOWN]
         ]
         # BN moves as much: x three times with y, and five times dy, x and dx.
         total = map(sum, zip(*kernels.values()))
@@ -117,9 +120,11 @@ def kernel_times(
     return rows
 
 
-def profile_calls(run: Run, device: torch.device, calls: int) -> dict[str, tuple[float, float]]:
+def profile_calls(
+    run: Run, device: torch.device, calls: int, warmup: int
+) -> dict[str, tuple[float, float]]:
     """Launches of each kernel and its microseconds in one call, the longest first."""
-    for _ in range(3):
+    for _ in range(warmup):
         run()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -144,6 +149,11 @@ def sum_kernels(
             durations[event.name].append(event.time_range.elapsed_us())
     times = {name: (len(us) / calls, sum(us) / calls) for name, us in durations.items()}
     return dict(sorted(times.items(), key=lambda item: -item[1][1]))
+
+
+def _short(kernel: str) -> str:
+    """The beginning of a name, which of kernels made from C++ templates is a page long."""
+    return kernel if len(kernel) <= 48 else f"{kernel[:47]}…"
 
 
 def _maps(kernel: str) -> int | None:
