@@ -31,22 +31,22 @@ def ratio_figure(results: Sequence[Result]) -> Figure:
     panels = list(itertools.product(formats, results[0].timings))
     size = (max(7.0, 2 + 0.24 * len(cases) * (len(names) + 1)), 0.8 + 3.4 * len(panels))
     figure = Figure(figsize=size, layout="constrained")
-    styles = _bar_styles(names)
+    styles = bar_styles(names)
     rows = figure.subplots(len(panels), 1, sharey=True, squeeze=False)[:, 0]
     for axes, (memory_format, what) in zip(rows, panels):
         shown = [result for result in results if result.memory_format == memory_format]
         timings = {(result.case, result.contender): result.timings[what] for result in shown}
-        _plot_bars(axes, timings, cases, styles)
+        plot_bars(axes, timings, cases, styles)
         axes.set_title(f"{what}, {memory_format}", fontsize=11)
         axes.set_ylabel(f"time / time of {BASELINE}")
-    _scale_ratios(axes, [t for r in results if r.contender != BASELINE for t in r.timings.values()])
+    scale_ratios(axes, [t for r in results if r.contender != BASELINE for t in r.timings.values()])
     handles = [Patch(label=name, **style) for name, style in styles.items()]
     columns = min(len(names), max(1, int(figure.get_figwidth() / 1.9)))
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
     return figure
 
 
-def _bar_styles(names: Sequence[str]) -> dict[str, dict]:
+def bar_styles(names: Sequence[str]) -> dict[str, dict]:
     """A colour for each layer or set of statistics; hatched: eigh; pale: without Triton."""
     families = list(dict.fromkeys(name.split()[0] for name in names))
     return {
@@ -60,7 +60,7 @@ def _bar_styles(names: Sequence[str]) -> dict[str, dict]:
     }
 
 
-def _plot_bars(axes: Axes, timings: dict, cases: list[str], styles: dict[str, dict]) -> None:
+def plot_bars(axes: Axes, timings: dict, cases: list[str], styles: dict[str, dict]) -> None:
     """Groups of bars that begin at 1, as a ratio of the baseline to itself is.
 
     Args:
@@ -90,16 +90,16 @@ def _plot_bars(axes: Axes, timings: dict, cases: list[str], styles: dict[str, di
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(cases)), cases)
     axes.set_xlim(-0.5, len(cases) - 0.5)
-    _style_bars(axes)
+    style_bars(axes)
 
 
-def _style_bars(axes: Axes) -> None:
+def style_bars(axes: Axes) -> None:
     style_axes(axes)
     axes.grid(visible=False, axis="x")
     axes.set_axisbelow(True)
 
 
-def _scale_ratios(axes: Axes, timings: Sequence[Timing]) -> None:
+def scale_ratios(axes: Axes, timings: Sequence[Timing]) -> None:
     """A logarithmic axis, which panels share, with room for the numbers above the bars."""
     low = min(0.9, *(timing.ratio_low for timing in timings))
     high = max(1.2, *(timing.ratio_high for timing in timings))
@@ -126,7 +126,7 @@ def growth_figure(growths: Sequence[Growth]) -> Figure:
         axes.set_xticks(places, growth.sizes)
         axes.set_xlabel(growth.variable)
         axes.set_title(f"{growth.regime}: exponent {growth.exponent:.2f}", fontsize=10)
-        _style_bars(axes)
+        style_bars(axes)
     figure.axes[0].set_ylabel("operations, relative to the first")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)

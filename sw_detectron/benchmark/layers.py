@@ -28,6 +28,7 @@ def benchmark_layers(
     num_pergroup: int = 16,
     rounds: int = 25,
     warmup: int = 3,
+    others: bool = True,
 ) -> list[Result]:
     """Time and memory of SW and of other normalization layers, in training.
 
@@ -38,6 +39,7 @@ def benchmark_layers(
         statistics: the sets of SW.
         whitenings: the methods of SW.
         num_pergroup: G of SW.
+        others: whether to measure more than SW and the baseline.
 
     Returns:
         Durations of "forward" and of "forward+backward", and the memory retained in between and
@@ -54,13 +56,17 @@ def benchmark_layers(
             torch.manual_seed(0)
             x = torch.randn(shape, device=device).to(dtype)
             x = x.contiguous(memory_format=MEMORY_FORMATS[memory_format]).requires_grad_()
-            layers = make_layers(x, statistics, whitenings, num_pergroup)
+            layers = make_layers(x, statistics, whitenings, num_pergroup, others)
             results += _compare(layers, x, memory_format, rounds, warmup)
     return results
 
 
 def make_layers(
-    x: Tensor, statistics: Sequence[Sequence[str]], whitenings: Sequence[str], num_pergroup: int
+    x: Tensor,
+    statistics: Sequence[Sequence[str]],
+    whitenings: Sequence[str],
+    num_pergroup: int,
+    others: bool = True,
 ) -> dict[str, nn.Module]:
     """The contenders for an input x (N, C, H, W), in training mode.
 
@@ -68,17 +74,17 @@ def make_layers(
         UserError: SW does not fit x.
     """
     channels = x.shape[1]
-    layers: dict[str, nn.Module] = {
-        BASELINE: nn.BatchNorm2d(channels),
-        "SyncBN": nn.SyncBatchNorm(channels),
-        "IN": nn.InstanceNorm2d(channels, affine=True),
-    }
-    if channels % 32 == 0:
+    layers: dict[str, nn.Module] = {BASELINE: nn.BatchNorm2d(channels)}
+    if others:
+        layers["SyncBN"] = nn.SyncBatchNorm(channels)
+        layers["IN"] = nn.InstanceNorm2d(channels, affine=True)
+    if others and channels % 32 == 0:
         layers["GN"] = nn.GroupNorm(32, channels)
         if x.is_cuda:
             layers["GN"].to(x.dtype)  # its kernel there wants parameters of the input's dtype
     try:
-        layers["composed"] = ComposedSwitchWhiten2d(channels, num_pergroup, statistics[0])
+        if others:
+            layers["composed"] = ComposedSwitchWhiten2d(channels, num_pergroup, statistics[0])
         for names in statistics:
             label = "SW{all}" if set(names) == set(STATISTICS) else f"SW{{{','.join(names)}}}"
             layer = SwitchWhiten2d(channels, num_pergroup, names)

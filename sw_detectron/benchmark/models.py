@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ..engine import load_config
 from ..errors import UserError
+from ..layers import SwitchWhiten2d
 from ..modeling import replace_norms
 from .arguments import MEMORY_FORMATS, Shape, format_shape
 from .results import BASELINE, Result
-from .timing import Run, peak_bytes, summarize, time_rounds
+from .timing import Run, kept_bytes, peak_bytes, summarize, time_rounds
 
 MODELS = {  # images, height and width by default: on a CPU and on a GPU
     "resnet50": ((8, 224, 224), (64, 224, 224)),
@@ -25,6 +26,7 @@ MODELS = {  # images, height and width by default: on a CPU and on a GPU
     "semantic": ((2, 233, 233), (2, 713, 713)),  # Cityscapes' crops
 }
 MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
+THIN_CONFIG = "shapes_mask_rcnn_R18_FPN_SW.yaml"
 SEMANTIC_CONFIG = "cityscapes_semantic_R50_SW_7layers_newton.yaml"
 
 
@@ -37,6 +39,8 @@ def benchmark_models(
     amp: bool = False,
     rounds: int = 25,
     warmup: int = 3,
+    compiler: str | None = None,
+    thin: bool = False,
 ) -> list[Result]:
     """Training steps with BN everywhere, and with SW at the seven layers of the paper's ResNet-50;
     for segmentation at its fourteen too.
@@ -49,46 +53,59 @@ def benchmark_models(
         batch, size: images, and their height and width in pixels; by default those of `MODELS`.
         memory_formats: names out of `MEMORY_FORMATS`.
         amp: autocast to bfloat16.
+        compiler: a backend of `torch.compile` for the networks; None leaves them as they are.
+        thin: take small networks in the place of ResNet-50 and Mask R-CNN, to rehearse.
 
     Returns:
-        Durations of a "training step", and the peak of its memory beyond parameters and momentum,
-        in gigabytes (10^9).
+        Durations of a "training step", the memory that its forward pass keeps, and the peak of its
+        memory beyond parameters and momentum, in gigabytes (10^9).
 
     Raises:
         UserError: the arguments do not fit each other.
     """
     makers = {
-        "resnet50": _classifier_loss,
-        "mask_rcnn": partial(_detectron2_loss, MASK_RCNN_CONFIG, _random_instances),
+        "resnet50": partial(_classifier_loss, 1 if thin else 4),
+        "mask_rcnn": partial(
+            _detectron2_loss, THIN_CONFIG if thin else MASK_RCNN_CONFIG, _random_instances
+        ),
         "semantic": partial(_detectron2_loss, SEMANTIC_CONFIG, _random_labels),
     }
     results = []
     for model in models:
         images, *sides = MODELS[model][device.type == "cuda"]
         shape = (batch or images, 3, *(size or sides))
-        case = f"{model} {format_shape(shape)}"
-        placements = {BASELINE: "none", "7 x SW": "imagenet"}
-        if model == "semantic":
-            placements["14 x SW"] = "segmentation"
+        case = f"{model}{' compiled' if compiler else ''} {format_shape(shape)}"
+        placements = ["none", "imagenet"] + ["segmentation"] * (model == "semantic")
         for name in memory_formats:
-            steps = {}
-            for contender, placement in placements.items():
+            networks, losses, steps = {}, {}, {}
+            for placement in placements:
                 torch.manual_seed(0)
                 network, loss = makers[model](placement, shape, device, MEMORY_FORMATS[name])
-                steps[contender] = _training_step(network, loss, device, amp)
+                if compiler:
+                    network.compile(backend=compiler)
+                count = sum(isinstance(module, SwitchWhiten2d) for module in network.modules())
+                contender = f"{count} x SW" if count else BASELINE
+                networks[contender] = network
+                losses[contender] = partial(_autocast, loss, device, amp)
+                steps[contender] = _training_step(network, losses[contender])
             times = time_rounds(steps, device, rounds, warmup, title=f"{case} {name}")
             for contender, step in steps.items():
                 timings = {"training step": summarize(times[contender], times[BASELINE])}
-                memory = {"peak_gb": peak_bytes(step, device) / 1e9}
+                kept = kept_bytes(losses[contender], device, networks[contender].parameters())
+                memory = {"kept_gb": kept / 1e9, "peak_gb": peak_bytes(step, device) / 1e9}
                 results.append(Result(case, name, contender, timings, memory))
     return results
 
 
 def _classifier_loss(
-    placement: str, shape: Shape, device: torch.device, memory_format: torch.memory_format
+    num_stages: int,
+    placement: str,
+    shape: Shape,
+    device: torch.device,
+    memory_format: torch.memory_format,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A ResNet-50, and its loss on random images (N, 3, H, W)."""
-    stages = ResNet.make_default_stages(50, norm="BN", stride_in_1x1=False)
+    """The first stages of a ResNet-50, and its loss on random images (N, 3, H, W)."""
+    stages = ResNet.make_default_stages(50, norm="BN", stride_in_1x1=False)[:num_stages]
     model = ResNet(BasicStem(norm="BN"), stages, num_classes=1000)
     replace_norms(model, placement)
     model.to(device, memory_format=memory_format).train()
@@ -151,17 +168,18 @@ def _random_labels(cfg: CfgNode, size: tuple[int, int]) -> dict[str, Tensor]:
     return {"sem_seg": torch.randint(cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES, size)}
 
 
-def _training_step(
-    model: nn.Module, loss: Callable[[], Tensor], device: torch.device, amp: bool
-) -> Run:
+def _autocast(loss: Callable[[], Tensor], device: torch.device, amp: bool) -> Tensor:
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        return loss()
+
+
+def _training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Run:
     # So slow that the network stays about as it is: its predictions decide how much there is to
     # do for the heads of a detector.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=1e-4)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            value = loss()
-        value.backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

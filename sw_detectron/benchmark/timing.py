@@ -125,6 +125,23 @@ def retained_bytes(forward: Callable[[], Tensor], exclude: Iterable[Tensor] = ()
     return sum(storages.values())
 
 
+def kept_bytes(
+    forward: Callable[[], Tensor], device: torch.device, parameters: Iterable[Tensor]
+) -> int:
+    """Bytes that a network's forward pass keeps for its backward pass, its parameters aside.
+
+    On a GPU that is what is allocated more after the pass than before it, whoever keeps it, such
+    as a compiled graph; on a CPU it is what `retained_bytes` finds.
+    """
+    if device.type != "cuda":
+        return retained_bytes(forward, exclude=parameters)
+    before = torch.cuda.memory_allocated(device)
+    output = forward()
+    after = torch.cuda.memory_allocated(device)
+    del output  # until here it kept all of it
+    return after - before
+
+
 def peak_bytes(run: Run, device: torch.device) -> int:
     """The most bytes that a run has allocated at a time, beyond what was there before.
 
