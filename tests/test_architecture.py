@@ -8,7 +8,18 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "sw_detectron"
 # A room imports those before it, and itself.
 ORDER = (
-    *("errors", "files", "cli", "layers", "modeling", "data", "task", "config", "checkpoint"),
+    *(
+        "errors",
+        "quiet",
+        "files",
+        "cli",
+        "layers",
+        "modeling",
+        "data",
+        "task",
+        "config",
+        "checkpoint",
+    ),
     *("analysis", "report", "engine", "tasks", "detectron2_patches", "benchmark", "run"),
 )
 # What a task takes of another, on which it is built.
