@@ -16,6 +16,7 @@ import detectron2.solver
 from detectron2.config import defaults
 
 import sw_detectron
+from sw_detectron.cli import fail
 from sw_detectron.config import default_output_dir, find_config
 from sw_detectron.engine.optimizer import build_optimizer
 
@@ -29,16 +30,21 @@ def _prepare(arguments: list[str]) -> None:
     sys.argv = arguments
     if not os.path.isfile(arguments[0]):
         raise sw_detectron.UserError("there is no such script")
-    for i, argument in enumerate(arguments):
-        flag, equals, name = argument.partition("=")
-        if flag != "--config-file":
-            continue
-        if equals:
-            arguments[i] = f"{flag}={find_config(name)}"
-        elif i + 1 < len(arguments):
-            arguments[i + 1] = str(find_config(arguments[i + 1]))
+    for i, before, name in _config_files(arguments):
+        arguments[i] = f"{before}{find_config(name)}"
     os.environ[_SCRIPT] = os.path.abspath(arguments[0])
     sys.path.insert(0, os.path.dirname(os.environ[_SCRIPT]))
+
+
+def _config_files(arguments: list[str]) -> list[tuple[int, str, str]]:
+    """Where a config is named, as `--config-file NAME` or `--config-file=NAME`: the argument's
+    index, what stands in it before the name, and the name."""
+    flag = "--config-file"
+    return [
+        (i, "", name) if before == flag else (i, f"{flag}=", name.removeprefix(f"{flag}="))
+        for i, (before, name) in enumerate(zip(["", *arguments], arguments))
+        if before == flag or name.startswith(f"{flag}=")
+    ]
 
 
 def _run() -> None:
@@ -50,9 +56,8 @@ def _run() -> None:
     environment, since the import replaces its `sys.argv[0]`.
     """
     sw_detectron.add_sw_config(defaults._C)
-    for flag, value in zip(sys.argv, sys.argv[1:]):
-        if flag == "--config-file":
-            defaults._C.OUTPUT_DIR = default_output_dir(value)
+    for _, _, path in _config_files(sys.argv):
+        defaults._C.OUTPUT_DIR = default_output_dir(path)
     # Detectron2's own knows a fixed list of norms. Scripts call it, or leave it to DefaultTrainer.
     detectron2.solver.build_optimizer = build_optimizer
     detectron2.engine.defaults.build_optimizer = build_optimizer
@@ -68,6 +73,6 @@ if __name__ == "__main__":
         _prepare(sys.argv[1:])
         _run()
     except sw_detectron.UserError as error:
-        sys.exit(f"{sys.argv[0]}: error: {error}")
+        fail(error)
 elif __name__ == "__mp_main__":
     _run()

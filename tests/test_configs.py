@@ -355,7 +355,7 @@ from detectron2.config import get_cfg
 
 def main():
     cfg = get_cfg()
-    cfg.merge_from_file(sys.argv[2])
+    cfg.merge_from_file(sys.argv[-1].removeprefix("--config-file="))
     print(cfg.OUTPUT_DIR, cfg.MODEL.SW.PLACEMENT, flush=True)
 
 if __name__ == "__main__":
@@ -369,11 +369,12 @@ if __name__ == "__main__":
 def test_other_scripts_find_bases_and_the_output_too(tmp_path):
     script = write(tmp_path / "script.py", SCRIPT)
     path = write(tmp_path / "mine.yaml", f"_BASE_: {R50}")
-    command = [sys.executable, "-m", "sw_detectron.run", str(script), "--config-file", str(path)]
+    command = [sys.executable, "-m", "sw_detectron.run", str(script), f"--config-file={path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.splitlines() == 2 * ["output/mine imagenet"], done.stderr
     write(tmp_path / "mine.yaml", "_BASE_: nowhere.yaml")
+    command[-1:] = ["--config-file", str(path)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert "nowhere.yaml" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 

@@ -114,9 +114,9 @@ def setup(args: argparse.Namespace) -> CfgNode:
     if not args.eval_only:
         check_amp("SOLVER.AMP.ENABLED", cfg.SOLVER.AMP.ENABLED, cfg.MODEL.DEVICE)
     schedule = "" if args.eval_only else epochs_to_iterations(cfg, args.opts[::2])
-    check_output_folder("OUTPUT_DIR", cfg.OUTPUT_DIR)
     with logs_held_back() as found_in_data:
         check_data(cfg, training=not args.eval_only)
+    check_output_folder("OUTPUT_DIR", cfg.OUTPUT_DIR)
     cfg.freeze()
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")

@@ -28,7 +28,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         """Count a batch.
 
         Args:
-            inputs: `label` (N,), int64, and `corrupt`, see `data.classification.collate`.
+            inputs: `label` (N,), int64, and `corrupt`, see `data.collate`.
             outputs: logits (N, K).
         """
         self._corrupt |= inputs["corrupt"]

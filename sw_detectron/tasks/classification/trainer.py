@@ -29,7 +29,7 @@ class TrainBatches:
     """The endless batches of a training run, which keeps the account of unreadable images.
 
     Args:
-        loader: of batches as `data.classification.collate` makes them.
+        loader: of batches as `data.collate` makes them.
         sampler: where `loader` begins in the sequence of images.
         num_images: of the data set.
     """
