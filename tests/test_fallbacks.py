@@ -32,6 +32,54 @@ def test_gradients_of_gradients(statistics, whitening, training):
     assert torch.autograd.gradgradcheck(function, (x, *parameters.values()))
 
 
+REUSES = {
+    "twice in a chain": lambda layer, x: layer(layer(x).tanh()),
+    "twice in a sum": lambda layer, x: layer(x) + layer(x * x),
+    "an input made of a parameter": lambda layer, x: layer(x * layer.weight.view(1, -1, 1, 1)),
+    "a gradient in the input": lambda layer, x: layer(
+        torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("reuse", REUSES)
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+@pytest.mark.parametrize("statistics", SETS, ids="+".join)
+def test_gradients_that_can_be_differentiated_equal_those_that_cannot(
+    statistics, whitening, reuse, training
+):
+    layer = make_layer(6, num_pergroup=3, statistics=statistics, whitening=whitening)
+    layer.train(training)
+    x = correlated(2, 6, 3, 4).requires_grad_()
+    weights = correlated(2, 6, 3, 4, seed=1)
+
+    def gradients(create_graph):
+        loss = (REUSES[reuse](layer, x) * weights).sum()
+        return torch.autograd.grad(loss, [x, *layer.parameters()], create_graph=create_graph)
+
+    (dx, *first), (other_dx, *second) = gradients(False), gradients(True)
+    # The importance weights' gradients are differences of terms as large as the others'.
+    scales = [dx.abs().max()] + [max(g.abs().max() for g in first)] * len(first)
+    for scale, a, b in zip(scales, (dx, *first), (other_dx, *second)):
+        torch.testing.assert_close(b / scale, a / scale, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_gradients_of_a_reused_layer(training):
+    layer = make_layer(4, num_pergroup=2).train(training)
+    buffers = {k: v.clone() for k, v in layer.named_buffers()}
+    parameters = {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
+
+    def function(x, *values):
+        state = dict(zip(parameters, values))
+        call = lambda x: functional_call(  # noqa: E731
+            layer, state | {k: v.clone() for k, v in buffers.items()}, (x,)
+        )
+        return call(call(x).tanh())
+
+    x = correlated(2, 4, 2, 3).requires_grad_()
+    assert torch.autograd.gradgradcheck(function, (x, *parameters.values()))
+
+
 def test_a_second_gradient_does_not_update_the_running_values_again():
     layer = make_layer(16, num_pergroup=8)
     x = correlated(2, 16, 4, 4).requires_grad_()
@@ -100,6 +148,25 @@ def test_compiled_layer_has_no_graph_break_and_equals_the_layer(statistics, whit
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
     for seed in (1, 2):
         a, b = (correlated(2, 16, 5, 4, seed=seed).requires_grad_() for _ in range(2))
+        ya, yb = eager(a), compiled(b)
+        torch.testing.assert_close(yb, ya, rtol=1e-10, atol=1e-10)
+        ya.sin().sum().backward(), yb.sin().sum().backward()
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-9, atol=1e-9)
+    for (name, p), q in zip(eager.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-9, msg=name)
+    for p, q in zip(eager.buffers(), twin.buffers()):
+        torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+@pytest.mark.parametrize("statistics", SETS, ids="+".join)
+def test_compiled_layer_with_batches_of_any_size(statistics, whitening):
+    torch.compiler.reset()
+    options = {"num_pergroup": 8, "statistics": statistics, "whitening": whitening}
+    eager, twin = (make_layer(16, **options) for _ in range(2))
+    compiled = torch.compile(twin, backend="aot_eager", dynamic=True, fullgraph=True)
+    for n in (4, 0, 3):
+        a, b = (correlated(n, 16, 5, 4).requires_grad_() for _ in range(2))
         ya, yb = eager(a), compiled(b)
         torch.testing.assert_close(yb, ya, rtol=1e-10, atol=1e-10)
         ya.sin().sum().backward(), yb.sin().sum().backward()

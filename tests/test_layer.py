@@ -315,6 +315,7 @@ def test_large_mean_keeps_its_covariance():
         ({"num_features": 32, "num_iterations": 0}, ["0"]),
         ({"num_features": 32, "eps": 0.0}, ["eps", "0.0"]),
         ({"num_features": 32, "momentum": 2.0}, ["2.0"]),
+        ({"num_features": 32, "momentum": None}, ["None", "cumulative"]),
     ],
     ids=str,
 )
@@ -377,3 +378,80 @@ def test_no_warnings_and_a_readable_repr():
         layer = SwitchWhiten2d(32, tie_weight=True)
         layer(torch.randn(2, 32, 3, 3)).sum().backward()
     assert "num_pergroup=16" in repr(layer) and "tie_weight=True" in repr(layer)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+@pytest.mark.parametrize("statistics", SUBSETS[::3], ids="+".join)
+def test_a_value_that_is_not_finite_leaves_the_running_values(statistics, whitening, value):
+    layer = make_layer(16, num_pergroup=8, statistics=statistics, whitening=whitening)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    x = correlated(3, 16, 5, 4)
+    x[1, 3, 2, 2] = value
+    if whitening == "eigh" and layer.whitens:
+        with pytest.raises(ValueError, match=r"SwitchWhiten2d\(16.* is not finite"):
+            layer(x)
+    else:
+        assert not layer(x).isfinite().all()
+    assert all(map(torch.equal, layer.buffers(), before))
+    layer(correlated(3, 16, 5, 4))
+    assert layer.uses_batch != all(map(torch.equal, layer.buffers(), before))
+
+
+def test_a_finite_value_whose_square_is_not_leaves_the_running_values():
+    layer = make_layer(16, num_pergroup=8, dtype=torch.float32)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    x = correlated(3, 16, 5, 4, dtype=torch.float32)
+    x[1, 3, 2, 2] = 1e30
+    layer(x)
+    assert all(map(torch.equal, layer.buffers(), before))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+def test_running_values_stay_float32(whitening, dtype):
+    # Channels that are nearly equal: their covariance rounded to 16 bits is not positive definite.
+    layer = SwitchWhiten2d(16, statistics=("bw",), whitening=whitening, momentum=1.0)
+    x = torch.randn(4, 1, 16, 16) + 0.03 * torch.randn(4, 16, 16, 16)
+    layer(x)
+    expected = layer.eval()(x)
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype
+    assert layer.running_mean.dtype == layer.running_cov.dtype == torch.float32
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert layer(x.to(dtype)).dtype == dtype
+    assert layer.double().running_cov.dtype == torch.float64
+    assert layer.half().float().running_cov.dtype == torch.float32
+
+
+def test_eigh_of_a_rank_deficient_covariance_in_float32():
+    # Two independent channels in eight: six eigenvalues are rounding errors, some of them negative.
+    torch.manual_seed(0)
+    x = torch.einsum("ij,njhw->nihw", torch.randn(8, 2), torch.randn(2, 2, 9, 9)) * 100
+    layer = SwitchWhiten2d(8, 8, ("bw",), "eigh")
+    x.requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    # No direction is blown up by more than what is known of the eigenvalues allows.
+    assert y.square().mean() < 8
+
+
+@pytest.mark.parametrize("statistics", SUBSETS, ids="+".join)
+def test_the_layer_says_what_its_set_needs(statistics):
+    layer = SwitchWhiten2d(16, statistics=statistics)
+    assert layer.uses_batch == ("bw" in statistics or "bn" in statistics)
+    assert layer.uses_sample == any(name in statistics for name in ("iw", "in", "ln"))
+    assert layer.whitens == ("bw" in statistics or "iw" in statistics)
+
+
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+def test_meta_device(whitening):
+    with torch.device("meta"):
+        layer = SwitchWhiten2d(32, whitening=whitening)
+        y = layer(torch.randn(2, 32, 3, 3))
+    y.sum().backward()
+    assert y.shape == (2, 32, 3, 3) and layer.weight.grad.device.type == "meta"
+    layer.to_empty(device="cpu").reset_parameters()
+    x = torch.randn(2, 32, 3, 3)
+    torch.testing.assert_close(layer(x), SwitchWhiten2d(32, whitening=whitening)(x))

@@ -291,3 +291,112 @@ def test_a_single_rank_does_not_communicate(tmp_path):
     finally:
         dist.destroy_process_group()
     assert os.environ.get("WORLD_SIZE") is None
+
+
+def second_order(rank, world_size):
+    """A gradient penalty, and first gradients with and without a graph of their own."""
+    results = []
+    for batch, statistics, whitening in SECOND_ORDER:
+        for training in (True, False):
+            layer = make_layer(statistics, whitening, torch.float64).train(training)
+            x, dy = make_batch(rank, BATCHES[batch], torch.float64)
+            x.requires_grad_()
+            inputs = [x, *layer.parameters()]
+            plain = torch.autograd.grad((layer(x) * dy).sum(), inputs)
+            first = torch.autograd.grad((layer(x) * dy).sum(), inputs, create_graph=True)
+            penalty = first[0].square().sum() + sum((g * g).sum() for g in first[1:])
+            second = torch.autograd.grad(penalty, inputs, materialize_grads=True)
+            results.append([[t.detach() for t in some] for some in (plain, first, second)])
+    return results
+
+
+SECOND_ORDER = [
+    (batch, statistics, whitening)
+    for batch, statistics, whitening in itertools.product(BATCHES, SETS[:3], ("newton", "eigh"))
+    if batch in ("even", "uneven N", "an empty rank")
+]
+
+
+def test_second_order_gradients_of_ranks(tmp_path):
+    results = spawn(second_order, 2, tmp_path)
+    for index, (batch, statistics, whitening) in enumerate(
+        case for case in SECOND_ORDER for _ in range(2)
+    ):
+        layer = make_layer(statistics, whitening, torch.float64).train(index % 2 == 0)
+        inputs = [make_batch(rank, BATCHES[batch], torch.float64) for rank in range(2)]
+        plain, first, _ = zip(*(result[index] for result in results))
+        for rank in range(2):
+            for a, b in zip(plain[rank], first[rank]):
+                torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+        # The loss whose gradients a rank sees is the sum of all ranks' losses; its parameters are
+        # its own, and each rank's penalty is of their gradients alone.
+        x = [x.requires_grad_() for x, _ in inputs]
+        copies = [make_layer(statistics, whitening, torch.float64) for _ in range(2)]
+        outputs = by_copies(copies, layer.training, x)
+        loss = sum((y * dy).sum() for y, (_, dy) in zip(outputs, inputs))
+        of_rank = [[x[r], *copies[r].parameters()] for r in range(2)]
+        gradients = [torch.autograd.grad(loss, some, create_graph=True) for some in of_rank]
+        penalty = sum((g * g).sum() for some in gradients for g in some)
+        for rank in range(2):
+            expected = torch.autograd.grad(
+                penalty, of_rank[rank], retain_graph=True, materialize_grads=True
+            )
+            for a, b in zip(results[rank][index][2], expected):
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def by_copies(layers, training, xs):
+    """The formulas for samples of ranks, each of which has parameters of its own."""
+    running = None if training else (layers[0].running_mean[..., 0], layers[0].running_cov)
+    samples = [sample for x in xs for sample in x]
+    outputs, first = [], 0
+    for layer, x in zip(layers, xs):
+        y, _, _ = reference.switch_whiten(
+            samples,
+            *(layer.weight, layer.bias, layer.sw_mean_weight, layer.sw_var_weight),
+            *(layer.statistics, GROUP, layer.whitening),
+            running=running,
+        )
+        own = y[first : first + len(x)]
+        outputs.append(torch.stack(own) if own else x.clone())
+        first += len(x)
+    return outputs
+
+
+def compiled(rank, world_size):
+    """Batches of 3 and of none, of one and then of the other rank."""
+    results = []
+    for statistics in SETS[:3]:
+        torch.compiler.reset()
+        eager, twin = (make_layer(statistics, "newton", torch.float64) for _ in range(2))
+        function = torch.compile(twin, backend="aot_eager", dynamic=True)
+        for turn in range(3):
+            x = torch.randn(3 if (rank + turn) % 2 == 0 else 0, CHANNELS, 4, 5).double()
+            a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+            ya, yb = eager(a), function(b)
+            ya.sin().sum().backward(), yb.sin().sum().backward()
+            results += [(ya.detach(), yb.detach()), (a.grad, b.grad)]
+        pairs = zip(eager.parameters(), twin.parameters())
+        results += [(p.grad, q.grad) for p, q in pairs]
+        results += list(zip(eager.buffers(), twin.buffers()))
+    return results
+
+
+def test_compiled_layer_of_ranks_with_and_without_samples(tmp_path):
+    for result in spawn(compiled, 2, tmp_path):
+        for eager, other in result:
+            torch.testing.assert_close(other, eager, rtol=1e-9, atol=1e-9)
+
+
+def test_a_copy_of_a_layer_has_the_same_ranks(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/r", rank=0, world_size=1)
+    try:
+        net = nn.Sequential(SwitchWhiten2d(CHANNELS, process_group=dist.new_group([0])))
+        net.register_forward_hook(lambda *_: None)
+        copied = copy.deepcopy(net)
+        assert copied[0].process_group is net[0].process_group
+        assert copied[0].weight is not net[0].weight
+        x = torch.randn(2, CHANNELS, 3, 3)
+        torch.testing.assert_close(copied(x), net(x))
+    finally:
+        dist.destroy_process_group()

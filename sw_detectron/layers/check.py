@@ -22,7 +22,7 @@ def disagreement(x: Tensor, options: Options) -> str | None:
         x: (N, C, H, W), of whose dtype, memory format and device the small problem is.
     """
     try:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), plain.without_autocast(x):
             return _disagreement(x, options)
     except Exception as error:  # whatever Triton, a compiler or a driver may raise
         return f"{type(error).__name__}: {error}".splitlines()[0]

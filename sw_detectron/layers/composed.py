@@ -22,7 +22,7 @@ def composed_switch_whiten(
     var_weight: Tensor | None,
     running: tuple[Tensor, Tensor] | None,
     options: Options,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, int | Tensor]:
     """Whiten x; see `functional.switch_whiten`.
 
     Args:
@@ -31,7 +31,8 @@ def composed_switch_whiten(
             place; None to take those of the batch.
 
     Returns:
-        y (N, C, H, W), and the batch's mean and covariance; None if not taken from the batch.
+        y (N, C, H, W), and the batch's mean and covariance, None if not taken from the batch, and
+        number of pixels, a tensor (1,) if it is that of several ranks.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     omega_mean = mean_weight.to(dtype).softmax(dim=0)
@@ -40,6 +41,7 @@ def composed_switch_whiten(
     pixels = x.to(dtype).flatten(2).unflatten(1, (-1, options.num_pergroup))  # (N, g, G, L)
     batch_mean, batch_cov = running or (None, None)
     mean = cov = None
+    count = x.shape[0] * pixels.shape[-1]
     of_this_batch = options.of_batch and running is None
     if options.of_sample or of_this_batch:
         mean = pixels.mean(dim=-1)
@@ -51,8 +53,7 @@ def composed_switch_whiten(
     if of_this_batch:
         batch_mean, batch_cov = batch_moments(mean, cov)
         if options.group is not None:
-            count = x.shape[0] * pixels.shape[-1]
-            batch_mean, batch_cov = differentiable_ranks_moments(
+            batch_mean, batch_cov, count = differentiable_ranks_moments(
                 batch_mean, batch_cov, count, options.group
             )
     mixed_mean, mixed_cov = mix(
@@ -69,4 +70,4 @@ def composed_switch_whiten(
         y = y * weight.to(dtype).view(-1, options.num_pergroup, 1)
         y = y + bias.to(dtype).view(-1, options.num_pergroup, 1)
     y = y.reshape(x.shape).to(x.dtype)
-    return y, *((batch_mean, batch_cov) if of_this_batch else (None, None))
+    return y, *((batch_mean, batch_cov) if of_this_batch else (None, None)), count

@@ -16,7 +16,7 @@ from .backend import backend_of_call
 from .composed import composed_switch_whiten
 from .fused import FusedSwitchWhiten
 from .options import Options, Parameters, Running
-from .plain import running_values, update_running
+from .plain import running_values, update_running, without_autocast
 
 WHITENING_METHODS = ("newton", "eigh")
 
@@ -71,7 +71,7 @@ def switch_whiten(
     parameters = Parameters(weight, bias, mean_weight, var_weight)
     running = Running(running_mean, running_cov)
     if _must_be_seen():
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return _composed(x, parameters, running, options)
     if x.numel() > 0:
         pixels = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
@@ -97,9 +97,9 @@ def _composed(x: Tensor, parameters: Parameters, running: Running, options: Opti
     dtype = torch.promote_types(x.dtype, torch.float32)
     of_running = options.of_batch and not options.training
     values = running_values(running, dtype, options) if of_running else None
-    y, batch_mean, batch_cov = composed_switch_whiten(x, *parameters, values, options)
+    y, batch_mean, batch_cov, count = composed_switch_whiten(x, *parameters, values, options)
     if batch_mean is not None:
-        update_running(running, batch_mean, batch_cov, x.shape[0], options.momentum)
+        update_running(running, batch_mean.detach(), batch_cov.detach(), count, options.momentum)
     return y
 
 

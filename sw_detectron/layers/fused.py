@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .composed import composed_switch_whiten
 from .options import Options, Parameters, Running
-from .plain import running_values
+from .plain import running_values, without_autocast
 
 
 class FusedSwitchWhiten(torch.autograd.Function):
@@ -38,7 +38,7 @@ class FusedSwitchWhiten(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         parameters, running, kept = Parameters(*rest[:4]), Running(*rest[4:6]), rest[6:]
         if torch.is_grad_enabled():  # somebody is going to differentiate the gradient
-            with torch.autocast(dy.device.type, enabled=False):
+            with without_autocast(dy):
                 grads = _differentiable_backward(ctx, dy, x, parameters, running)
         else:
             grads = ctx.backend.backward(
@@ -59,7 +59,7 @@ def _differentiable_backward(
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = None if running.mean is None else running_values(running, dtype, options)
     # Statistics of the batch are computed again, with their gradients.
-    y, _, _ = composed_switch_whiten(*inputs, values, options)
+    y, *_ = composed_switch_whiten(*inputs, values, options)
     needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
     found = torch.autograd.grad(y, [inputs[i] for i in needed], dy, create_graph=True)
     grads = [None] * len(inputs)

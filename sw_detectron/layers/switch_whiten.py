@@ -1,6 +1,7 @@
 """The Switchable Whitening layer."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,9 @@ class SwitchWhiten2d(nn.Module):
     (g, G, G) with g = C / G. Names and shapes are those of the paper authors' checkpoints.
 
     Raises:
-        ValueError: an argument is out of its range, or the input is not (N, C, H, W).
+        ValueError: an argument is out of its range, or the input is not (N, C, H, W), or, with
+            "eigh", has values that are not finite. (Newton's iteration hands these on, as BN does;
+            running values stay as they were in either case.)
     """
 
     def __init__(
@@ -89,8 +92,11 @@ class SwitchWhiten2d(nn.Module):
             raise ValueError(f"num_iterations must be at least 1, got {num_iterations}")
         if not eps > 0:
             raise ValueError(f"eps must be positive, got {eps}")
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum must lie in [0, 1], got {momentum}")
+        if momentum is None or not 0 <= momentum <= 1:
+            raise ValueError(
+                f"momentum must be a number in [0, 1], got {momentum}; a cumulative average, which "
+                "None asks of BatchNorm2d, is not implemented"
+            )
 
         self.num_features = num_features
         self.num_pergroup = num_pergroup
@@ -164,23 +170,28 @@ class SwitchWhiten2d(nn.Module):
                 f"expected an input of shape (N, {self.num_features}, H, W), got {tuple(x.shape)}"
             )
         training = self.training and not self.frozen
-        return switch_whiten(
-            x,
-            self.weight,
-            self.bias,
-            self.sw_mean_weight,
-            self.sw_var_weight,
-            self.running_mean,
-            self.running_cov,
-            statistics=self.statistics,
-            num_pergroup=self.num_pergroup,
-            training=training,
-            momentum=self.momentum,
-            eps=self.eps,
-            whitening=self.whitening,
-            num_iterations=self.num_iterations,
-            group=self._ranks() if training else None,
-        )
+        try:
+            return switch_whiten(
+                x,
+                self.weight,
+                self.bias,
+                self.sw_mean_weight,
+                self.sw_var_weight,
+                self.running_mean,
+                self.running_cov,
+                statistics=self.statistics,
+                num_pergroup=self.num_pergroup,
+                training=training,
+                momentum=self.momentum,
+                eps=self.eps,
+                whitening=self.whitening,
+                num_iterations=self.num_iterations,
+                group=self._ranks() if training else None,
+            )
+        except torch.linalg.LinAlgError as error:
+            if x.isfinite().all():
+                raise
+            raise ValueError(f"the input of {self} is not finite") from error
 
     @torch.no_grad()
     def __prepare_scriptable__(self) -> torch.jit.ScriptModule:
@@ -193,6 +204,26 @@ class SwitchWhiten2d(nn.Module):
         if self.training and not self.frozen:
             raise RuntimeError("SwitchWhiten2d can be scripted in evaluation only: call eval()")
         return torch.jit.trace(self, self.running_mean.new_zeros(2, self.num_features, 4, 4))
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "SwitchWhiten2d":
+        """Moves and casts, but leaves running values float32 at least.
+
+        A covariance rounded to 16 bits is in general not positive definite any more.
+        """
+        before = {name: getattr(self, name) for name in ("running_mean", "running_cov")}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            after = getattr(self, name)
+            if torch.finfo(after.dtype).bits < 32:
+                setattr(self, name, value.to(after.device))
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "SwitchWhiten2d":
+        """A copy is synchronized over the same ranks: a group of processes cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _ranks(self) -> dist.ProcessGroup | None:
         """The group to synchronize over; None if this process is alone in it."""

@@ -58,7 +58,7 @@ def sum_gradients(packed: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def differentiable_ranks_moments(
     mean: Tensor, cov: Tensor, count: int, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`ranks_moments` of operations that autograd can follow any number of times.
 
     Two collectives, of the means and of what is centred by them. The loss is the sum of all ranks'
@@ -69,7 +69,7 @@ def differentiable_ranks_moments(
     share = count / counts.clamp(min=1)
     all_mean = _SumOverRanks.apply(share * mean, group)
     all_cov = _SumOverRanks.apply(_spread(mean - all_mean, cov, share.view(1, 1)), group)
-    return all_mean, all_cov
+    return all_mean, all_cov, counts
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -4,6 +4,8 @@ Shape shorthand as in `passes` and `transform`. In a set without "bw" and "iw" e
 diagonal and is held as its diagonal, (…, g, G).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,22 @@ from .transform import (
     whitening_transform_backward,
 )
 
-__all__ = ["backward", "batch_moments", "forward", "moments", "running_values", "update_running"]
+__all__ = [
+    "backward",
+    "batch_moments",
+    "forward",
+    "moments",
+    "running_values",
+    "update_running",
+    "without_autocast",
+]
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """All is computed in float32 at least, whatever autocast is set to for the device of x."""
+    kind = x.device.type
+    available = torch.amp.is_autocast_available(kind)  # not for the meta device
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
 def forward(
@@ -31,7 +48,7 @@ def forward(
         x: (N, C, H, W), contiguous or channels_last.
         running: updated where the statistics of the batch are taken.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return _forward(x, parameters, running, options)
 
 
@@ -50,7 +67,7 @@ def backward(
         dy: (N, C, H, W), of any strides.
         kept, count: by `forward`.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return _backward(dy, x, parameters, kept, count, options, needs_dx)
 
 

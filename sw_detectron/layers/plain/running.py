@@ -22,12 +22,18 @@ def update_running(
         running: changed in place.
         mean: (g, G).
         cov: (g, G, G), or variances (g, G): then only the diagonal of the covariance changes.
-        count: pixels of the batch, an int or a tensor (); nothing changes if it is 0.
+        count: pixels of the batch, an int or a tensor ().
+
+    A batch without pixels, or with a value that is not finite, leaves everything as it is. This is
+    decided where the values lie: nobody waits for a GPU.
     """
+    variance = cov.diagonal(dim1=-2, dim2=-1) if cov.dim() == 3 else cov
+    # Where a mean is not finite its variance is not, and no covariance is larger than variances.
+    holds = variance.isfinite().all()
     if isinstance(count, Tensor):
-        momentum = momentum * (count > 0).to(running.mean.dtype)
+        holds = holds & (count > 0)
     elif count == 0:
         return
-    running.mean.lerp_(mean[..., None].to(running.mean.dtype), momentum)
     target = running.cov if cov.dim() == 3 else running.cov.diagonal(dim1=-2, dim2=-1)
-    target.lerp_(cov.to(running.cov.dtype), momentum)
+    for old, new in ((running.mean[..., 0], mean), (target, cov)):
+        old.lerp_(torch.where(holds, new.to(old.dtype), old), momentum)

@@ -52,7 +52,7 @@ def batch_moments(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         mean (g, G) and covariance (g, G, G), or variance (g, G); zeros if there is no sample.
     """
-    share = 1 / max(len(mean), 1)
+    share = 1 / max(mean.shape[0], 1)
     batch_mean = mean.sum(dim=0) * share
     offsets = mean - batch_mean
     if cov.dim() == mean.dim():
