@@ -1,11 +1,13 @@
 """The report of what SW costs on a GPU: budget, goals, what it writes. Nothing about speed."""
 
 import json
+import logging
 import os
 import runpy
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from detectron2.modeling.backbone import BasicStem
 from helpers.figures import check_texts
 from torch.autograd import DeviceType
 
+import sw_detectron
 from sw_detectron.benchmark.gpu.budget import Outcome, run_parts
 from sw_detectron.benchmark.gpu.chart import make_chart
 from sw_detectron.benchmark.gpu.goals import find_goals
@@ -90,6 +93,8 @@ def test_a_suite_that_hangs_ends_with_its_time(tmp_path):
 def _two(scale, seconds):
     yield "Things", 1
     yield "Things", "a thing is missing"
+    warnings.warn_explicit("a kernel differs", UserWarning, sw_detectron.__file__, lineno=1)
+    logging.getLogger("sw_detectron.layers").warning("%s is slow", "it")
     yield "Things", 2
 
 
@@ -130,7 +135,7 @@ def test_parts_that_fail_leave_the_others_and_what_they_measured():
     first, mistake, fault, death, memory = outcomes
     assert first.state == "done"
     assert first.records == [("Things", 1), ("Things", 2)]
-    assert first.notes == ["a thing is missing"]
+    assert first.notes == ["a thing is missing", "a kernel differs", "it is slow"]
     assert (mistake.state, mistake.records) == ("failed: no such thing", [("Things", 3)])
     assert fault.state == "failed: ZeroDivisionError: by zero"
     assert death.records == [("Things", 4)]
