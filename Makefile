@@ -1,6 +1,8 @@
 # make demo    train, evaluate and draw on the generated data set; everything is set up first
 # make test    run the tests, in two processes, without the slow ones; PYTEST_ARGS=… for pytest's
 #              own arguments, such as PYTEST_ARGS='-m slow'
+# make gpu     measure what the layer costs on this machine's GPU, in six minutes; GPU_ARGS=… for
+#              the report's arguments, such as GPU_ARGS='--minutes 10' or GPU_ARGS=--rehearse
 # make setup   only make or renew .venv
 # make lint    check formatting and lint
 
@@ -8,13 +10,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test setup lint
+.PHONY: demo test gpu setup lint
 
 demo: $(VENV)/.ready
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+gpu: $(VENV)/.ready
+	$(BIN)/python tools/gpu_report.py $(GPU_ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -48,7 +48,8 @@ def main(args: argparse.Namespace) -> None:
         last = [outcome for outcome in outcomes if outcome.seconds][-1]
         print(f"{last.part}: {last.state} ({last.seconds:.0f} s)", flush=True)
 
-    outcomes = run_parts(PARTS, scale, begin + 60 * args.minutes, after_part)
+    # A little is left for the start, and for writing at the end.
+    outcomes = run_parts(PARTS, scale, begin + 0.95 * 60 * args.minutes, after_part)
     write_report(folder, machine, outcomes, args.rehearse)
     print_goals(outcomes)
     print("".join(f"\n{path}" for path in sorted(folder.iterdir()) if path.is_file()))

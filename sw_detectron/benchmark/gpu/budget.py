@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -22,6 +24,8 @@ from .parts import Part, Scale
 
 # A part is not begun for fewer seconds: it would not measure anything.
 _SHORTEST = 5.0
+
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 _RECORD, _NOTE, _FAILURE, _DONE = range(4)
 
@@ -108,7 +112,7 @@ def _measure(part: Part, scale: Scale, seconds: float, sender: Connection) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     tqdm.set_lock(threading.RLock())  # the default is a semaphore, which a process killed leaks
-    logging.getLogger("sw_detectron").addHandler(_Notes(sender))
+    _send_warnings(sender)
     try:
         for heading, record in part.measure(scale, seconds):
             if isinstance(record, str):
@@ -126,9 +130,21 @@ def _measure(part: Part, scale: Scale, seconds: float, sender: Connection) -> No
         sender.send((_FAILURE, kind + first_line))
 
 
-class _Notes(logging.Handler):
-    """Sends the package's warnings along, such as that a kernel is not used, and why."""
+def _send_warnings(sender: Connection) -> None:
+    """Note what the package warns of, such as that it does not use its kernels, and why."""
+    show = warnings.showwarning
 
+    def note(message, category, filename, *rest) -> None:
+        if _PACKAGE in Path(filename).resolve().parents:
+            sender.send((_NOTE, str(message)))
+        else:
+            show(message, category, filename, *rest)
+
+    warnings.showwarning = note
+    logging.getLogger(_PACKAGE.name).addHandler(_Notes(sender))
+
+
+class _Notes(logging.Handler):
     def __init__(self, sender: Connection):
         super().__init__(logging.WARNING)
         self._sender = sender

@@ -48,7 +48,8 @@ class Scale:
     detecting: tuple = ((2, (800, 1216)), (1, (800, 1216)), (1, (480, 640)))
     kernel_shape: Shape = IMAGENET[0]
     copy_size: int = 1 << 30
-    rounds: int = 25
+    rounds: int = 15
+    step_rounds: int = 25  # the goals of steps are narrow
     warmup: int = 3
     calls: int = 10
     how: str = "auto"
@@ -70,6 +71,7 @@ def rehearsal(folder: Path) -> Scale:
         kernel_shape=(1, 16, 4, 4),
         copy_size=1 << 16,
         rounds=2,
+        step_rounds=2,
         warmup=1,
         calls=1,
         how="triton",
@@ -136,7 +138,7 @@ def steps(
 ) -> Iterator[tuple[str, Result | str]]:
     heading = "Training steps"
     of_detector = model == "mask_rcnn"
-    options = {"rounds": scale.rounds, "warmup": scale.warmup, "thin": scale.thin}
+    options = {"rounds": scale.step_rounds, "warmup": scale.warmup, "thin": scale.thin}
     options |= {"amp": scale.amp and not of_detector}
     options |= {"compiler": scale.compiler if compiled else None}
     for memory_format in ["contiguous"] if of_detector else scale.formats:
