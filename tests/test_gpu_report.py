@@ -1,5 +1,6 @@
 """The report of what SW costs on a GPU: budget, goals, what it writes. Nothing about speed."""
 
+import inspect
 import json
 import logging
 import os
@@ -23,13 +24,19 @@ from sw_detectron.benchmark.gpu.budget import Outcome, run_parts
 from sw_detectron.benchmark.gpu.chart import make_chart
 from sw_detectron.benchmark.gpu.goals import find_goals
 from sw_detectron.benchmark.gpu.parts import IMAGENET_COUNTS, PARTS, Part, rehearsal
-from sw_detectron.benchmark.gpu.profiling import KernelTime, copy_time, kernel_times, sum_kernels
+from sw_detectron.benchmark.gpu.profiling import (
+    MAPS,
+    KernelTime,
+    copy_time,
+    kernel_times,
+    sum_kernels,
+)
 from sw_detectron.benchmark.gpu.report import REHEARSAL, describe_gpu, write_report
 from sw_detectron.benchmark.gpu.suite import SuiteRun, count_outcomes, run_suite
 from sw_detectron.benchmark.results import Result
 from sw_detectron.benchmark.timing import Timing
 from sw_detectron.errors import UserError
-from sw_detectron.layers import SwitchWhiten2d
+from sw_detectron.layers import SwitchWhiten2d, triton
 from sw_detectron.modeling import replace_norms
 
 CPU = torch.device("cpu")
@@ -261,6 +268,11 @@ def test_kernels_are_summed_by_name_for_one_call():
     kernels = sum_kernels(events, torch.device("cuda"), calls=2)
     assert kernels == {"b": (2, 150), "a": (1, 20)}
     assert list(kernels) == ["b", "a"]
+
+
+def test_the_passes_are_kernels_of_the_layer():
+    modules = [value for value in vars(triton).values() if inspect.ismodule(value)]
+    assert all(any(hasattr(module, name) for module in modules) for name in MAPS)
 
 
 def test_a_copy_reads_and_writes():

@@ -43,7 +43,7 @@ class ComposedSwitchWhiten2d(SwitchWhiten2d):
             group=None,
         )
         parameters = (self.weight, self.bias, self.sw_mean_weight, self.sw_var_weight)
-        y, mean, cov = composed_switch_whiten(x, *parameters, None, options)
+        y, mean, cov, _ = composed_switch_whiten(x, *parameters, None, options)
         with torch.no_grad():
             if cov is not None and not options.diagonal:
                 self.running_mean[..., 0].lerp_(mean, self.momentum)
