@@ -25,8 +25,8 @@ def backend(name: str) -> Iterator[None]:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether there are Triton kernels for this device."""
-    return triton.cannot_run_on(device) is None
+    """Whether the backend "auto" computes by Triton kernels on this device."""
+    return device.type == "cuda" and triton.cannot_run_on(device) is None
 
 
 class ComposedSwitchWhiten2d(SwitchWhiten2d):
