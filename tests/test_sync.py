@@ -305,7 +305,10 @@ def second_order(rank, world_size):
             plain = torch.autograd.grad((layer(x) * dy).sum(), inputs)
             first = torch.autograd.grad((layer(x) * dy).sum(), inputs, create_graph=True)
             penalty = first[0].square().sum() + sum((g * g).sum() for g in first[1:])
-            second = torch.autograd.grad(penalty, inputs, materialize_grads=True)
+            if penalty.requires_grad:
+                second = torch.autograd.grad(penalty, inputs, materialize_grads=True)
+            else:  # in evaluation nothing of a rank without samples depends on anything
+                second = [torch.zeros_like(t) for t in inputs]
             results.append([[t.detach() for t in some] for some in (plain, first, second)])
     return results
 
@@ -313,7 +316,7 @@ def second_order(rank, world_size):
 SECOND_ORDER = [
     (batch, statistics, whitening)
     for batch, statistics, whitening in itertools.product(BATCHES, SETS[:3], ("newton", "eigh"))
-    if batch in ("even", "uneven N", "an empty rank")
+    if batch in ("uneven N", "an empty rank") and (whitening == "newton" or statistics == SETS[0])
 ]
 
 
@@ -335,7 +338,10 @@ def test_second_order_gradients_of_ranks(tmp_path):
         outputs = by_copies(copies, layer.training, x)
         loss = sum((y * dy).sum() for y, (_, dy) in zip(outputs, inputs))
         of_rank = [[x[r], *copies[r].parameters()] for r in range(2)]
-        gradients = [torch.autograd.grad(loss, some, create_graph=True) for some in of_rank]
+        gradients = [
+            torch.autograd.grad(loss, some, create_graph=True, materialize_grads=True)
+            for some in of_rank
+        ]
         penalty = sum((g * g).sum() for some in gradients for g in some)
         for rank in range(2):
             expected = torch.autograd.grad(
@@ -366,7 +372,7 @@ def by_copies(layers, training, xs):
 def compiled(rank, world_size):
     """Batches of 3 and of none, of one and then of the other rank."""
     results = []
-    for statistics in SETS[:3]:
+    for statistics in (SETS[0], SETS[2]):
         torch.compiler.reset()
         eager, twin = (make_layer(statistics, "newton", torch.float64) for _ in range(2))
         function = torch.compile(twin, backend="aot_eager", dynamic=True)

@@ -27,7 +27,7 @@ def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tenso
     """Biased mean and covariance of each sample and group (Eq. 3 without its ε).
 
     Args:
-        x: (N, C, H, W), not empty.
+        x: (N, C, H, W); N may be 0.
         num_pergroup: G.
         diagonal: compute only the variances.
 
@@ -36,6 +36,8 @@ def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tenso
     """
     x = _at_least_float32(x)
     if diagonal:
+        if not x.numel():  # var_mean would warn
+            return (x.new_zeros(x.shape[0], x.shape[1] // num_pergroup, num_pergroup),) * 2
         variance, mean = torch.var_mean(x, dim=(2, 3), correction=0)
         return mean.unflatten(1, (-1, num_pergroup)), variance.unflatten(1, (-1, num_pergroup))
     mean = x.mean(dim=(2, 3)).unflatten(1, (-1, num_pergroup))
