@@ -28,15 +28,7 @@ from helpers.kernel_cases import (
     random_covariance,
     random_map,
 )
-
-from sw_detectron.layers import STATISTICS, backend, plain, set_backend, triton
-from sw_detectron.layers.options import Running
-from sw_detectron.layers.plain.transform import (
-    input_coefficients,
-    whitening_transform,
-    whitening_transform_backward,
-)
-from sw_detectron.layers.triton import (
+from kernel_operations import (
     batch_moments,
     cross_moments,
     input_gradient,
@@ -47,6 +39,15 @@ from sw_detectron.layers.triton import (
     whiten_backward,
 )
 
+from sw_detectron.layers import STATISTICS, backend, plain, set_backend, triton
+from sw_detectron.layers.options import Running
+from sw_detectron.layers.plain.transform import (
+    input_coefficients,
+    whitening_transform,
+    whitening_transform_backward,
+)
+from sw_detectron.layers.triton.cross_moments import parts_of
+
 MANY = 1 << 30  # chunks, of which there are never so many
 
 
@@ -55,12 +56,11 @@ def _seed():
     torch.manual_seed(0)
 
 
-def whole(chunk_mean, chunk_cov, chunk_length, length):
+def whole(chunk_mean, chunk_cov, chunk_length, length, of_samples=True):
     """Moments of samples and of the batch from those of chunks, by kernel."""
-    _, batch_mean, batch_cov, mean, cov = batch_moments(
-        chunk_mean, chunk_cov, chunk_length, length, of_samples=True
-    )
-    return mean, cov, batch_mean, batch_cov
+    *result, count = batch_moments(chunk_mean, chunk_cov, chunk_length, length, of_samples)
+    assert count == len(chunk_mean) * length
+    return result
 
 
 # ---------------------------------------------------------------------------------------------
@@ -125,14 +125,14 @@ def test_batch_moments(n, g, group_size):
     # A mean whose square has no digits left for a variance of 1.
     mean = random(n, g, 1, group_size) + 1e4
     cov = random_covariance(n, g, 1, group_size=group_size)
-    _, _, batch_mean, batch_cov = whole(mean, cov, 50, 50)
+    _, _, batch_mean, batch_cov = whole(mean, cov, 50, 50, of_samples=False)
     exact_mean, exact_cov = plain.batch_moments(mean[:, :, 0].double(), cov[:, :, 0].double())
     assert_near(batch_mean, exact_mean, "mean")
     # Offsets are known to 1e4 * 6e-8, and there are half a dozen roundings.
     assert (batch_cov - exact_cov).abs().max() <= 5e-3
     assert torch.equal(batch_cov, batch_cov.mT)
     small = mean - 1e4
-    _, _, _, batch_cov = whole(small, cov, 50, 50)
+    _, _, _, batch_cov = whole(small, cov, 50, 50, of_samples=False)
     _, exact_cov = plain.batch_moments(small[:, :, 0].double(), cov[:, :, 0].double())
     assert_near(batch_cov, exact_cov, "cov")
 
@@ -149,7 +149,7 @@ def test_moments_of_ranks(groups, group_size, counts, momentum):
     )
     running = Running(random(groups, group_size, 1), random(groups, group_size, group_size))
     before = [t.clone() for t in running]
-    exact, versions = double(running), [t._version for t in running]
+    exact = double(running)
     all_mean, all_cov, count = ranks_moments(gathered, running, momentum)
     assert count.tolist() == [sum(counts)]
     if not sum(counts):
@@ -165,8 +165,6 @@ def test_moments_of_ranks(groups, group_size, counts, momentum):
     plain.update_running(exact, exact_mean, exact_cov, sum(counts), momentum)
     for name, actual, expected in zip(Running._fields, running, exact):
         assert_near(actual, expected, name)
-    # A graph that has kept the values from before must notice.
-    assert all(t._version > v for t, v in zip(running, versions))
     if momentum == 0:
         assert all(map(torch.equal, running, before))
     if momentum == 1:
@@ -230,7 +228,7 @@ def test_cross_moments(shape, memory_format, dtype, of_sample):
 
 
 def test_cross_moments_of_more_samples_than_parts(monkeypatch):
-    monkeypatch.setattr(sys.modules[cross_moments.__module__], "PARTS_OF_BATCH", 4)
+    monkeypatch.setattr(sys.modules[parts_of.__module__], "PARTS_OF_BATCH", 4)
     x, dy = (random_map((7, 8, 3, 5, 8), torch.float32, FORMATS[0]) for _ in range(2))
     center = random(1, 1, 8)
     product, total = cross_moments(dy, x, center, False)
@@ -240,7 +238,7 @@ def test_cross_moments_of_more_samples_than_parts(monkeypatch):
     assert_near(total.sum(dim=2), pixels64(dy, 8).sum(dim=(0, 3))[None])
 
 
-def gradients_of_transform(options, parameters, statistics, product, total, layer=None):
+def gradients_of_transform(options, parameters, statistics, product, total, layer):
     gradients = whiten_backward(product, total, statistics, layer, parameters, options)
     return gradients, *sum_gradients(gradients, parameters, options)
 
@@ -274,7 +272,7 @@ def check_input_gradient(shape, memory_format, dtype, names, training=True):
     )
     count = n * length
     dx = input_gradient(
-        *(dy, x, center, gradients, of_batch, statistics, layer, count, parameters, options)
+        *(dy, x, center, gradients, of_batch, statistics, layer, None, parameters, options)
     )
     dy64, centred = pixels64(dy, group_size), pixels64(x, group_size) - exact.center[..., None]
     _, exact_gradients, matrix = whitening_transform_backward(
@@ -294,7 +292,7 @@ def check_input_gradient(shape, memory_format, dtype, names, training=True):
     if x_matrix is not None:
         expected = expected + x_matrix @ centred
     assert_same_map(dx, expected, like=x)
-    if of_batch is not None:  # the number of pixels of all ranks, where there are several
+    if of_batch[0] is not None:  # the number of pixels of all ranks, where there are several
         again = input_gradient(
             *(dy, x, center, gradients, of_batch, statistics, layer),
             *(torch.tensor([float(count)], device=DEVICE), parameters, options),
@@ -329,30 +327,28 @@ def chosen():
 def test_what_has_kernels():
     x = torch.ones(2, 48, 3, 3, device=DEVICE)
     running = Running(x.new_ones(3, 16, 1), x.new_ones(3, 16, 16))
-    options = make_options(("bw", "ln"), 16)
-    assert all(triton.has_kernels(x.to(dtype), running, options) for dtype in DTYPES)
-    assert not triton.has_kernels(x.double(), running, options)
-    assert not triton.has_kernels(
-        x, running._replace(cov=running.cov.expand(3, 16, 16).mT), options
-    )
+    options, parameters = make_options(("bw", "ln"), 16), make_parameters(("bw", "ln"), 48)
+    assert all(triton.has_kernels(x.to(dtype), parameters, running, options) for dtype in DTYPES)
+    assert not triton.has_kernels(x.double(), parameters, running, options)
+    assert not triton.has_kernels(x, parameters, running._replace(cov=running.cov.mT), options)
     for changes in (
         {"num_pergroup": 7},
         {"num_pergroup": 65},
         {"whitening": "eigh"},
         {"statistics": ("bn", "ln")},
     ):
-        assert not triton.has_kernels(x, running, options._replace(**changes))
+        assert not triton.has_kernels(x, parameters, running, options._replace(**changes))
 
 
 def test_a_chosen_backend_computes(chosen):
     x = torch.ones(2, 48, 3, 3, device=DEVICE)
     running = Running(x.new_ones(3, 16, 1), x.new_ones(3, 16, 16))
-    options = make_options(STATISTICS, 16)
+    options, parameters = make_options(STATISTICS, 16), make_parameters(STATISTICS, 48)
     chosen("triton")
-    assert backend.backend_of_call(x, running, options) is triton
-    assert backend.backend_of_call(x.double(), running, options) is plain
+    assert backend.backend_of_call(x, parameters, running, options) is triton
+    assert backend.backend_of_call(x.double(), parameters, running, options) is plain
     chosen("torch")
-    assert backend.backend_of_call(x, running, options) is plain
+    assert backend.backend_of_call(x, parameters, running, options) is plain
     with pytest.raises(ValueError, match="cuda"):
         chosen("cuda")
 

@@ -1,0 +1,201 @@
+"""The whole layer by Triton kernels: against float64, how often it launches, and its check."""
+
+import itertools
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from kernel_cases import DEVICE, DTYPES, WHITENING_SETS, make_options
+from layer_cases import correlated, make_layer
+from ranks import spawn
+
+from sw_detectron.layers import STATISTICS, backend, set_backend, triton
+from sw_detectron.layers.check import disagreement
+from sw_detectron.layers.triton import plan
+from sw_detectron.layers.triton.common import tl
+from sw_detectron.layers.triton.common import triton as compiler
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels():
+    set_backend("triton")
+    yield
+    set_backend("auto")
+
+
+# Relative to the largest value; float32's roundings, amplified by the inverse root. 16-bit outputs
+# are rounded once, in the interpreter downwards.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+# (N, C, H, W, G): one sample, one pixel, odd sizes, groups of 8 to 64, several chunks.
+SHAPES = [(1, 8, 1, 1, 8), (2, 16, 3, 5, 8), (1, 24, 7, 1, 12), (2, 16, 17, 19, 16)]
+CASES = [
+    *zip(WHITENING_SETS, itertools.cycle(SHAPES), itertools.cycle(DTYPES[:1])),
+    *((("bw", "iw"), (1, c, 3, 5, c), torch.float32) for c in (9, 32, 33, 64)),
+    *((STATISTICS, (2, 16, 5, 7, 8), dtype) for dtype in DTYPES[1:]),
+    (("bw",), (5, 8, 20, 30, 8), torch.float32),
+]
+
+
+@pytest.mark.parametrize(
+    "statistics, shape, dtype",
+    CASES,
+    ids=lambda v: "+".join(v) if isinstance(v[0] if isinstance(v, tuple) else v, str) else str(v),
+)
+def test_layer_equals_float64(statistics, shape, dtype):
+    *size, group_size = shape
+    index = WHITENING_SETS.index(statistics)
+    options = {"num_pergroup": group_size, "statistics": statistics}
+    options |= {"tie_weight": index % 2 == 0, "affine": index % 5 != 0}
+    memory_format = (torch.contiguous_format, torch.channels_last)[index % 2]
+    tolerance = TOLERANCE[dtype]
+    if size[0] * size[2] * size[3] == 1:
+        # There is no variance but ε: the rounding of x - μ̂, 1e-7, is amplified by 1 / √ε = 316.
+        tolerance = 1e-4
+    for training in (True, False):
+        exact = make_layer(size[1], **options).train(training)
+        layer = make_layer(size[1], **options).float().to(DEVICE).train(training)
+        x, dy = (correlated(*size, seed=seed).to(dtype) for seed in (1, 2))
+        x64 = x.double().clone().requires_grad_()
+        expected = exact(x64)
+        expected.backward(dy.double())
+        x = x.to(DEVICE).contiguous(memory_format=memory_format).requires_grad_()
+        versions = [buffer._version for buffer in layer.buffers()]
+        y = layer(x)
+        y.backward(dy.to(DEVICE))
+        assert y.dtype == dtype and y.is_contiguous(memory_format=memory_format)
+        scale = max(p.grad.abs().max() for p in exact.parameters())
+        values = [("y", y, expected), ("dx", x.grad, x64.grad)]
+        values += [(name, b, a) for (name, a), b in zip(exact.named_buffers(), layer.buffers())]
+        for name, actual, wanted in values:
+            error = (actual.double().cpu() - wanted).abs().max()
+            assert error <= tolerance * wanted.abs().max().clamp(min=1), (name, training)
+        for (name, p), q in zip(exact.named_parameters(), layer.named_parameters()):
+            error = (q[1].grad.double().cpu() - p.grad).abs().max()
+            assert error <= tolerance * scale, (name, training)
+        # A graph that has kept the running values from before must notice.
+        moved = [buffer._version > v for buffer, v in zip(layer.buffers(), versions)]
+        assert moved == [training and layer.uses_batch] * 2
+
+
+def count_launches(layer, x, backward=True):
+    names = []
+    with triton.replaced_launches(lambda launch, _: names.append(launch.kernel.fn.__name__)):
+        y = layer(x)
+        if backward:
+            y.backward(torch.zeros_like(y))
+    return names
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 7, 7), (8, 32, 56, 56), (1, 32, 200, 304)], ids=str)
+def test_launches(shape):
+    x = torch.zeros(shape, device=DEVICE).requires_grad_()
+    for statistics in WHITENING_SETS:
+        layer = make_layer(32, statistics=statistics).float().to(DEVICE)
+        training = count_launches(layer, x)
+        assert len(training) == len(set(training)) == (7 if layer.uses_batch else 6)
+        evaluation = count_launches(layer.eval(), x, backward=False)
+        assert len(evaluation) == (2 if layer.uses_sample else 1)
+
+
+def test_a_value_that_is_not_finite_leaves_the_running_values():
+    layer = make_layer(16, num_pergroup=8).float().to(DEVICE)
+    before = [buffer.clone() for buffer in layer.buffers()]
+    x = correlated(2, 16, 5, 4, dtype=torch.float32).to(DEVICE)
+    x[1, 3, 2, 2] = float("inf")
+    layer(x)
+    assert all(map(torch.equal, layer.buffers(), before))
+
+
+def test_the_choice_holds_for_the_backward_pass():
+    layer, x = make_layer(8, num_pergroup=8).float().to(DEVICE), torch.randn(2, 8, 3, 3)
+    gradients = []
+    for first, then in (("torch", "triton"), ("triton", "torch"), ("torch", "torch")):
+        other = x.clone().to(DEVICE).requires_grad_()
+        set_backend(first)
+        y = layer(other)
+        set_backend(then)
+        y.sin().sum().backward()
+        gradients.append(other.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def synchronized(rank, world_size):
+    """Training and its gradients, of ranks with 2, 0 and 1 samples, by kernels and without."""
+    results = []
+    for name in ("torch", "triton"):
+        set_backend(name)
+        layer = make_layer(16, num_pergroup=8, statistics=("bw", "iw")).float()
+        x = correlated((2, 0, 1)[rank], 16, 3, 5, seed=rank, dtype=torch.float32).requires_grad_()
+        y = layer(x)
+        y.sin().sum().backward()
+        gradients = [p.grad for p in layer.parameters()]
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        results.append([y.detach(), x.grad, *gradients, *layer.buffers()])
+    return results
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="ranks without GPUs of their own")
+def test_ranks_with_and_without_samples(tmp_path):
+    results = spawn(synchronized, 3, tmp_path)
+    for plain, kernels in results:
+        for expected, actual in zip(plain, kernels):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        for value, other in zip(kernels[-2:], results[0][1][-2:]):
+            assert torch.equal(value, other)
+
+
+# ---------------------------------------------------------------------------------------------
+# The check at the first use
+# ---------------------------------------------------------------------------------------------
+
+
+@compiler.jit
+def wrong_newton_backward(normalized, identity, iterates, grad_p, T: tl.constexpr, SIZE):
+    return grad_p
+
+
+def break_a_kernel(monkeypatch):
+    module = sys.modules[plan.whiten_backward.__module__]
+    monkeypatch.setattr(module, "newton_backward", wrong_newton_backward)
+
+
+def break_triton(monkeypatch):
+    def raises(*_):
+        raise RuntimeError("ptxas was not found\nmore lines")
+
+    monkeypatch.setattr(plan.Launch, "__call__", raises)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_good_kernels_pass_their_check(dtype):
+    x = torch.zeros(1, 8, 1, 1, dtype=dtype, device=DEVICE)
+    assert disagreement(x, make_options(("bw", "ln"), 8)) is None
+
+
+@pytest.mark.parametrize(
+    "broken, words", [(break_a_kernel, "gradient of x differs"), (break_triton, "ptxas")]
+)
+def test_kernels_that_fail_their_check_are_not_used(monkeypatch, broken, words):
+    monkeypatch.setattr(backend, "_objections", {})
+    monkeypatch.setattr(backend, "_is_for_kernels", lambda x: True)
+    monkeypatch.setattr(triton, "needs_no_check", lambda: False)
+    monkeypatch.setattr(triton, "_plans", {})
+    broken(monkeypatch)
+    layer = make_layer(8, num_pergroup=8, statistics=("iw",)).float().to(DEVICE)
+    x = correlated(2, 8, 3, 3, dtype=torch.float32).to(DEVICE)
+    set_backend("torch")
+    expected = layer(x)
+    set_backend("auto")
+    with pytest.warns(UserWarning, match=words):
+        assert torch.equal(layer(x), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the second time it is known
+        assert torch.equal(layer(x), expected)
+    set_backend("triton")
+    with pytest.raises(RuntimeError, match=words):
+        layer(x)
