@@ -97,7 +97,10 @@ def _markdown(
     blocks = [f"# {_title(machine, rehearsal)}"]
     names = [name for name in machine if name not in ("device", "command")]
     blocks.append("\n".join(f"- {name.replace('_', ' ')}: {machine[name]}" for name in names))
-    blocks += ["## Goals", _table([goal.row() for goal in find_goals(records)])]
+    blocks += [
+        "## Goals",
+        _table([goal.row() for goal in find_goals(records)], disable_numparse=True),
+    ]
     blocks += ["## Parts", _table(parts)]
     notes = [f"- {o.part}: {note}" for o in outcomes for note in dict.fromkeys(o.notes)]
     if notes:
@@ -113,6 +116,6 @@ def _markdown(
     return "\n\n".join(blocks) + "\n"
 
 
-def _table(rows: list[dict[str, object]]) -> str:
+def _table(rows: list[dict[str, object]], **options) -> str:
     rows = [{key.replace("\n", " "): value for key, value in row.items()} for row in rows]
-    return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".2f")
+    return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".2f", **options)
