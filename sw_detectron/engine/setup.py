@@ -19,7 +19,7 @@ from ..cli import add_config_argument, make_parser
 from ..config import add_sw_config, default_output_dir, find_config
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..errors import UserError, one_line
-from ..task import all_tasks
+from ..task import all_tasks, find_task
 from .data_check import check_data, check_datasets, logs_held_back, release_logs
 from .schedule import epochs_to_iterations
 from .values import check_output_folder, check_values, named_by_key
@@ -109,6 +109,9 @@ def setup(args: argparse.Namespace) -> CfgNode:
     """
     cfg = load_config(args.config_file, args.opts)
     check_values(cfg, training=not args.eval_only)
+    if cfg.TEST.AUG.ENABLED:
+        with named_by_key(cfg):
+            find_task(cfg).trainer.check_augmentation(cfg)
     check_datasets(cfg, training=not args.eval_only)
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, args.resume)
     if not args.eval_only:

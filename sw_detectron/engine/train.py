@@ -77,8 +77,6 @@ def _load(trainer_class: type[Trainer], cfg: CfgNode, resume: bool) -> tuple[nn.
     """The model with its weights, and for how many iterations it was trained, if known."""
     with named_by_key(cfg):
         model = trainer_class.build_model(cfg)
-        if cfg.TEST.AUG.ENABLED:
-            trainer_class.augmented(cfg, model)  # that the task has it
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, cfg=cfg)
     if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
         raise UserError("--eval-only needs weights: give MODEL.WEIGHTS FILE, or --resume")

@@ -59,8 +59,6 @@ class Trainer(Loop, DefaultTrainer):
         self.cfg = cfg
         with named_by_key(cfg):
             model = self.build_model(cfg)
-            if cfg.TEST.AUG.ENABLED:
-                self.augmented(cfg, model)  # that the task has it, before the training
             step = self.build_step(cfg, model)
             schedules = self.build_schedules(cfg, step)
             precise = cfg.TEST.PRECISE_BN
@@ -191,16 +189,21 @@ class Trainer(Loop, DefaultTrainer):
         return build_evaluator(dataset_name, folder)
 
     @classmethod
-    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
-        """The config and the model of tests with TEST.AUG's scales and flips.
+    def check_augmentation(cls, cfg: CfgNode) -> None:
+        """There are tests with TEST.AUG's scales and flips for a config.
 
         Raises:
-            UserError: the task has none.
+            UserError: there are not.
         """
         raise UserError(
             f"TEST.AUG.ENABLED: {cfg.MODEL.META_ARCHITECTURE} has no test-time augmentation; "
             "set it to False"
         )
+
+    @classmethod
+    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
+        """The config and the model of tests with TEST.AUG's scales and flips."""
+        raise NotImplementedError
 
     @classmethod
     def test_with_augmentation(cls, cfg: CfgNode, model: nn.Module) -> OrderedDict:

@@ -3,9 +3,13 @@
 from collections.abc import Callable
 
 from detectron2.config import CfgNode
-from detectron2.modeling import GeneralizedRCNN, GeneralizedRCNNWithTTA, PanopticFPN
+from detectron2.modeling import (
+    META_ARCH_REGISTRY,
+    GeneralizedRCNN,
+    GeneralizedRCNNWithTTA,
+    PanopticFPN,
+)
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.trainer import Trainer
 from ...errors import UserError
@@ -20,15 +24,18 @@ class DetectionTrainer(Trainer):
         return DetectionMapper(cfg, is_train)
 
     @classmethod
-    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
-        network = model.module if isinstance(model, DistributedDataParallel) else model
+    def check_augmentation(cls, cfg: CfgNode) -> None:
+        network = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
         # A panoptic one would lack what the evaluator of panoptic results reads.
-        if not isinstance(network, GeneralizedRCNN) or isinstance(network, PanopticFPN):
-            return super().augmented(cfg, model)
+        if not issubclass(network, GeneralizedRCNN) or issubclass(network, PanopticFPN):
+            super().check_augmentation(cfg)
         for key in ("KEYPOINT_ON", "LOAD_PROPOSALS"):
             if cfg.MODEL[key]:
                 raise UserError(
                     f"TEST.AUG.ENABLED: there is no test-time augmentation with MODEL.{key}; set "
                     "one of them to False"
                 )
+
+    @classmethod
+    def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
         return cfg, GeneralizedRCNNWithTTA(cfg, model)

@@ -30,6 +30,10 @@ class SegmentationTrainer(Trainer):
         return SegmentationMapper(cfg, is_train)
 
     @classmethod
+    def check_augmentation(cls, cfg: CfgNode) -> None:
+        """Every segmentor has them."""
+
+    @classmethod
     def augmented(cls, cfg: CfgNode, model: nn.Module) -> tuple[CfgNode, nn.Module]:
         unscaled = cfg.clone()
         unscaled.defrost()
