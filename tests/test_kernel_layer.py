@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kernel_cases import DEVICE, DTYPES, WHITENING_SETS, make_options
 from layer_cases import correlated, make_layer
 from ranks import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sw_detectron.layers import STATISTICS, backend, set_backend, triton
 from sw_detectron.layers.check import disagreement
@@ -199,3 +200,37 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch, broken, words):
     set_backend("triton")
     with pytest.raises(RuntimeError, match=words):
         layer(x)
+
+
+class Waiting(TorchDispatchMode):
+    """Collects the operations for which the host would wait for a GPU."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "item")
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.all = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.all.append(name)
+        if name in self.NAMES:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["meta", DEVICE])
+@pytest.mark.parametrize("statistics", [("bw", "iw"), STATISTICS, ("bn", "ln")], ids="+".join)
+def test_nothing_waits_for_the_device(statistics, device):
+    # On the meta device the operations of a GPU without kernels: there are no values to look at.
+    if device == "meta":
+        set_backend("torch")
+    elif statistics == ("bn", "ln"):
+        pytest.skip("no kernels for a set that does not whiten")
+    layer = make_layer(16, num_pergroup=8, statistics=statistics).float().to(device)
+    x = torch.randn(2, 16, 5, 4).to(device).requires_grad_()
+    dy = torch.empty_like(x)
+    with triton.replaced_launches(lambda *_: None), Waiting() as waiting:
+        layer(x).backward(dy)
+        layer.eval()(x).backward(dy)
+    assert waiting.all and not waiting.found
