@@ -202,6 +202,17 @@ def test_only_x_and_small_tensors_are_kept(statistics, memory_format):
     assert sum(kept.values()) < 0.05 * x_bytes
 
 
+@pytest.mark.parametrize("statistics", SETS, ids="+".join)
+def test_compiled_layer_keeps_no_more(statistics):
+    torch.compiler.reset()
+    layer = torch.compile(
+        SwitchWhiten2d(64, statistics=statistics), backend="aot_eager", fullgraph=True
+    )
+    x = torch.randn(4, 64, 56, 56).requires_grad_()
+    kept = saved_bytes(lambda: layer(x))
+    assert sum(kept.values()) < 1.05 * x.untyped_storage().nbytes()
+
+
 def test_memory_counter_sees_copies():
     x = torch.randn(8, requires_grad=True)
     assert sum(saved_bytes(lambda: nn.functional.silu(x * 2)).values()) == 2 * 8 * 4 - 32

@@ -202,6 +202,26 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch, broken, words):
         layer(x)
 
 
+@pytest.mark.parametrize("statistics", [("bw",), ("bw", "iw"), ("iw", "ln")], ids="+".join)
+def test_compiled_layer_computes_by_kernels(statistics):
+    torch.compiler.reset()
+    layers = [make_layer(8, num_pergroup=8, statistics=statistics).float().to(DEVICE) for _ in "ab"]
+    compiled = torch.compile(layers[0], backend="aot_eager", dynamic=True, fullgraph=True)
+    for n, training in ((2, True), (0, True), (3, False)):
+        inputs = []
+        for layer, function in zip(layers, (compiled, layers[1])):
+            layer.train(training)
+            x = correlated(n, 8, 3, 5, dtype=torch.float32).to(DEVICE).requires_grad_()
+            y = function(x)
+            y.sin().sum().backward()
+            inputs.append((y, x.grad))
+        assert all(map(torch.equal, *inputs))
+    for values in zip(*(layer.buffers() for layer in layers)):
+        assert torch.equal(*values)
+    for values in zip(*(layer.parameters() for layer in layers)):
+        assert torch.equal(*(p.grad for p in values))
+
+
 class Waiting(TorchDispatchMode):
     """Collects the operations for which the host would wait for a GPU."""
 

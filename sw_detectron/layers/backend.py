@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import plain, triton
 from .check import disagreement
@@ -82,7 +83,8 @@ def _objection(x: Tensor, options: Options) -> str | None:
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return "a graph is being captured before the layer was ever called"
-        _objections[call] = _check(x, options)
+        with _disable_current_modes():  # a compiler may be looking
+            _objections[call] = _check(x, options)
     return _objections[call]
 
 

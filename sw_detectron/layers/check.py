@@ -52,7 +52,9 @@ def _compare(like: Tensor, options: Options) -> str | None:
     last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
     memory_format = torch.channels_last if last else torch.contiguous_format
     x, dy = (
-        torch.randn(shape, generator=generator).to(like).contiguous(memory_format=memory_format)
+        torch.randn(shape, generator=generator)
+        .to(like.device, like.dtype)
+        .contiguous(memory_format=memory_format)
         for _ in range(2)
     )
     k = len(options.statistics)

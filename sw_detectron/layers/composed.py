@@ -1,6 +1,6 @@
 """Switchable Whitening composed of plain, differentiable operations.
 
-For tracing, compiling, torch.func and gradients of gradients, which an autograd function with a
+For tracing, exporting, torch.func and gradients of gradients, which an autograd function with a
 derivative of its own would stop. Slower than `fused`, and it keeps more.
 """
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import backend_of_call
+from .compiled import compiled_switch_whiten
 from .composed import composed_switch_whiten
 from .fused import FusedSwitchWhiten
 from .options import Options, Parameters, Running
@@ -79,6 +80,8 @@ def switch_whiten(
         pixels = x[:0]  # The other ranks wait for this one, in backward too.
     else:
         return _empty_output(x, parameters)
+    if torch.compiler.is_compiling():
+        return compiled_switch_whiten(pixels, parameters, running, options).reshape(x.shape)
     backend = backend_of_call(x, parameters, running, options)
     y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend)
     return y if x.numel() > 0 else y.reshape(x.shape)
@@ -87,7 +90,7 @@ def switch_whiten(
 def _must_be_seen() -> bool:
     """Whether the operations are recorded or transformed, so that they have to be PyTorch's."""
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_exporting()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
     )

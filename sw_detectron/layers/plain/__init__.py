@@ -71,6 +71,23 @@ def backward(
         return _backward(dy, x, parameters, kept, count, options, needs_dx)
 
 
+def kept_shapes(x: Tensor, options: Options) -> list[tuple[int, ...] | None]:
+    """The shapes of what `forward` keeps for `backward`, and of the number of all ranks' pixels."""
+    side = options.num_pergroup
+    n, groups = x.shape[0], x.shape[1] // side
+    vector = (groups, side)
+    matrix = vector if options.diagonal else (groups, side, side)
+    each = n if options.of_sample else 1
+    shapes = [(n, *vector), (n, *matrix)] if options.of_sample else [None, None]
+    shapes += [vector, matrix] if options.of_batch else [None, None]
+    shapes += [(each, *vector), (each, *matrix)]
+    if not options.diagonal:
+        if options.whitening == "eigh":
+            shapes.append((each, *vector))
+        shapes.append((each, *matrix))
+    return shapes + [(1,)] * (options.of_this_batch and options.group is not None)
+
+
 def _forward(x: Tensor, parameters: Parameters, running: Running, options: Options):
     dtype = torch.promote_types(x.dtype, torch.float32)
     mean = cov = batch_mean = batch_cov = count = None

@@ -20,7 +20,9 @@ __all__ = [
     "cannot_run_on",
     "forward",
     "has_kernels",
+    "kept_size",
     "needs_no_check",
+    "plan_of",
     "replaced_launches",
     "start_as_triton_does",
 ]
@@ -41,6 +43,29 @@ def has_kernels(x: Tensor, parameters: Parameters, running: Running, options: Op
     )
 
 
+def plan_of(x: Tensor, parameters: Parameters, running: Running, options: Options) -> Plan:
+    """The launches for calls like this one, made at the first."""
+    # Compiled kernels hold for these dtypes and this alignment.
+    dtypes = [None if p is None else p.dtype for p in (*parameters, *running)]
+    signature = (options, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, *dtypes)
+    plan = _plans.get(signature)
+    if plan is None:
+        if len(_plans) == _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[signature] = Plan(x, parameters, options)
+    return plan
+
+
+def kept_size(x: Tensor, options: Options) -> int:
+    """Values of the first tensor that `forward` keeps."""
+    n, vector = x.shape[0], x.shape[1]
+    matrix = vector * options.num_pergroup
+    size = n * (vector + matrix) if options.of_sample else 0
+    size += vector + matrix + 1 if options.of_this_batch else 0
+    size += (n if options.of_sample else 1) * vector if n > 0 else 0
+    return size + (2 * n if "ln" in options.statistics else 0)
+
+
 def forward(
     x: Tensor, parameters: Parameters, running: Running, options: Options
 ) -> tuple[Tensor, tuple[Tensor, ...], Plan]:
@@ -54,14 +79,7 @@ def forward(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return forward(x, parameters, running, options)
-    # Compiled kernels hold for these dtypes and this alignment.
-    dtypes = [None if p is None else p.dtype for p in (*parameters, *running)]
-    signature = (options, x.shape, x.stride(), x.dtype, device, x.data_ptr() % 16, *dtypes)
-    plan = _plans.get(signature)
-    if plan is None:
-        if len(_plans) == _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[signature] = Plan(x, parameters, options)
+    plan = plan_of(x, parameters, running, options)
     return *plan.forward(x, parameters, running), plan
 
 
