@@ -129,3 +129,11 @@ def test_a_loss_that_is_not_finite_is_one_line_and_is_not_evaluated(tmp_path, mo
         assert "\n" not in str(caught.value)
         assert (tmp_path / str(last) / f"model_{last - 1:07d}.pth").is_file()
         assert (tmp_path / str(last) / "report.html").is_file()
+
+
+def test_an_input_that_is_not_finite_names_its_layer(tmp_path):
+    loop, step = make_loop(tmp_path)
+    step.model[1].whitening = "eigh"
+    nn.init.constant_(step.model[0].weight, float("inf"))
+    with pytest.raises(UserError, match="iteration 0: the input of 1 is not finite"):
+        loop.train()

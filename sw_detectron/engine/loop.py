@@ -25,7 +25,7 @@ from ..analysis.metrics import START_ITERATION, START_TIME
 from ..checkpoint import Checkpointer
 from ..errors import UserError, one_line
 from ..modeling.calibration import calibrated_layers
-from ..modeling.summary import warn_of_shared_layers
+from ..modeling.summary import sw_layers, warn_of_shared_layers
 from ..report import write_page
 from .continuation import continuing, differences, parameter_names, run_facts
 from .hooks import ImportanceWriter, OtherSchedules, PreciseStats, SeedIterations, StopImportance
@@ -117,6 +117,8 @@ class Loop(TrainerBase):
             # Of the step, which alone calls `after_backward`.
             step.register_hooks([StopImportance(step.model, settings.importance_stop_iter)])
         self.register_hooks(self.build_hooks())
+        for row in sw_layers(self.model):
+            row.layer.name = row.name
         warn_of_shared_layers(self.model)
 
     @property

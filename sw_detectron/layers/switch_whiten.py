@@ -52,11 +52,17 @@ class SwitchWhiten2d(nn.Module):
     for K statistics (`sw_var_weight` is None if tied), `running_mean` (g, G, 1) and `running_cov`
     (g, G, G) with g = C / G. Names and shapes are those of the paper authors' checkpoints.
 
+    Attributes:
+        name: in the network, for errors; empty if nobody has said it.
+
     Raises:
-        ValueError: an argument is out of its range, or the input is not (N, C, H, W), or, with
-            "eigh", has values that are not finite. (Newton's iteration hands these on, as BN does;
-            running values stay as they were in either case.)
+        ValueError: an argument is out of its range, or the input is not (N, C, H, W).
+        FloatingPointError: the input has values that are not finite, and `whitening` is "eigh".
+            Newton's iteration hands these on, as BN does; running values stay as they were in
+            either case.
     """
+
+    name = ""
 
     def __init__(
         self,
@@ -191,7 +197,8 @@ class SwitchWhiten2d(nn.Module):
         except torch.linalg.LinAlgError as error:
             if x.isfinite().all():
                 raise
-            raise ValueError(f"the input of {self} is not finite") from error
+            name = self.name or str(self)
+            raise FloatingPointError(f"the input of {name} is not finite") from error
 
     @torch.no_grad()
     def __prepare_scriptable__(self) -> torch.jit.ScriptModule:
