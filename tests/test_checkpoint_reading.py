@@ -436,6 +436,7 @@ def fuzz(folder, count, seed):
     return converted
 
 
+@pytest.mark.slow
 def test_mutated_checkpoints(tmp_path):
     converted = fuzz(tmp_path, 100, seed=1)
     assert 0 < converted < 70  # flipped bits in the numbers remain a checkpoint
@@ -466,6 +467,7 @@ def test_the_command_fails_with_one_line(tmp_path, name):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_the_command_converts(tmp_path):
     path = tmp_path / "tiny.safetensors"
     path.write_bytes(saved(tiny_weights(), "safetensors"))

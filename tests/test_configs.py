@@ -366,6 +366,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_other_scripts_find_bases_and_the_output_too(tmp_path):
     script = write(tmp_path / "script.py", SCRIPT)
     path = write(tmp_path / "mine.yaml", f"_BASE_: {R50}")
@@ -379,6 +380,7 @@ def test_other_scripts_find_bases_and_the_output_too(tmp_path):
     assert "nowhere.yaml" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_installed_package_has_all_configs(tmp_path):
     source, target = tmp_path / "source", tmp_path / "installed"
     for name in ("sw_detectron", "configs"):

@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_cases import DEVICE, DTYPES, WHITENING_SETS, make_options
-from layer_cases import correlated, make_layer
-from ranks import spawn
+from helpers.kernel_cases import DEVICE, DTYPES, WHITENING_SETS, make_options
+from helpers.layer_cases import correlated, make_layer
+from helpers.ranks import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sw_detectron.layers import STATISTICS, backend, set_backend, triton

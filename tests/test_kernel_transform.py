@@ -19,7 +19,7 @@ from helpers.kernel_cases import (
     random,
     random_covariance,
 )
-from kernel_operations import sum_gradients, whiten, whiten_backward
+from helpers.kernel_operations import sum_gradients, whiten, whiten_backward
 
 from sw_detectron.layers import STATISTICS, plain
 from sw_detectron.layers.mixing import Statistics, layer_moments

@@ -28,7 +28,7 @@ from helpers.kernel_cases import (
     random_covariance,
     random_map,
 )
-from kernel_operations import (
+from helpers.kernel_operations import (
     batch_moments,
     cross_moments,
     input_gradient,

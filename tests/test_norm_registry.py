@@ -240,6 +240,7 @@ assert calls[-2:] == ["SW", "BN"]
 """
 
 
+@pytest.mark.slow
 def test_a_plugin_that_is_imported_before_the_models_and_the_package():
     subprocess.run([sys.executable, "-W", "ignore", "-c", WRAPPED_IN_A_CLOSURE], check=True)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import FORMATS, formats, moments64, pixels64
+from helpers.kernel_cases import FORMATS, formats, moments64, pixels64
 
 from sw_detectron.layers import plain
 from sw_detectron.layers.plain.passes import affine, cross_moments, input_gradient

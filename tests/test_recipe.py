@@ -458,6 +458,7 @@ def test_results_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_the_command_scales_stops_and_writes_its_results(datasets, tmp_path, monkeypatch):
     """Made for 2 processes, run with 1: twice the length, with half the rate and batch."""
     arguments = ["--config", SHAPES, *TINY, "DATASETS.TEST", "('shapes_val[:4]',)"]

@@ -190,6 +190,7 @@ def check_metrics(metrics: dict, counts: np.ndarray, names: list[str]) -> None:
         assert metrics[f"IoU-{names[k]}"] == pytest.approx(100 * iou[k], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_training_and_exact_evaluation_over_ranks(shapes_here, datasets, tmp_path):
     """Two processes train; one and two evaluate, at one scale and several; all by hand."""
     two = ["--num-gpus", "2", "--dist-url", "auto", *TINY, "OUTPUT_DIR", str(tmp_path / "two")]
@@ -320,6 +321,7 @@ def panoptic_config(shared_data, folder, count, **options):
     return path, classes
 
 
+@pytest.mark.slow
 def test_real_images_train_in_one_process_and_resume_and_evaluate_in_two(shared_data, tmp_path):
     inputs = {"CROP": {"SIZE": [65, 65]}, "MIN_SIZE_TEST": 96, "MAX_SIZE_TEST": 96}
     config, classes = panoptic_config(shared_data, tmp_path, count=6, INPUT=inputs)

@@ -65,7 +65,11 @@ def all_cases(rank, world_size):
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda n: f"{n} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[2, 3, pytest.param(4, marks=pytest.mark.slow)],
+    ids=lambda n: f"{n} ranks",
+)
 def ranks(request, tmp_path_factory):
     """The results of all cases from every rank."""
     return spawn(all_cases, request.param, tmp_path_factory.mktemp("ranks"))
@@ -186,7 +190,7 @@ def trainings(rank, world_size):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_equals_one_process(world_size, tmp_path):
     results = spawn(trainings, world_size, tmp_path)
     batches = sgd_batches(world_size)

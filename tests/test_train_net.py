@@ -133,6 +133,7 @@ def test_slices_of_data_sets():
     assert "nothing[:3]" not in DatasetCatalog.list()
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_to_the_same_result(datasets, tmp_path):
     schedule = "SOLVER.MAX_ITER 12 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.STEPS (7,)".split()
     arguments = ["--config", SHAPES, *TINY, *schedule, "SOLVER.WARMUP_ITERS", "3"]

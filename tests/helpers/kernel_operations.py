@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
-from kernel_cases import DEVICE
 from torch import Tensor
 
+from helpers.kernel_cases import DEVICE
 from sw_detectron.layers.mixing import Statistics
 from sw_detectron.layers.options import Parameters
 from sw_detectron.layers.triton import plan
