@@ -247,8 +247,9 @@ def test_unreadable_images_are_named_and_skipped(tmp_path, caplog):
     spoiled = spoil(tmp_path, {3, 4, 9})
     register_class_folders("spoiled", tmp_path)
     records = DatasetFromList(DatasetCatalog.get("spoiled"))
-    transform = data.test_transform(load_config(TOY, []))
-    training, evaluation = (LabelledImages(records, transform, tries) for tries in (3, 1))
+    cfg = load_config(TOY, [])
+    transform, size = data.test_transform(cfg), cfg.INPUT.CLASSIFIER.SIZE
+    training, evaluation = (LabelledImages(records, transform, size, tries) for tries in (3, 1))
     for number, taken in {2: 2, 3: 5, 4: 5, 9: 0}.items():
         assert torch.equal(training[number]["image"], training[taken]["image"])
         assert training[number]["label"] == taken % 2

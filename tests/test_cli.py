@@ -37,7 +37,7 @@ def test_mistakes_and_interruptions_end_without_traceback(monkeypatch, capsys):
     assert ending(raising(UserError("no 'x'; give a y")), capsys)[0] == (
         "tool.py: error: no 'x'; give a y"
     )
-    assert ending(raising(KeyboardInterrupt()), capsys) == (130, "")
+    assert ending(raising(KeyboardInterrupt()), capsys) == (130, "tool.py: interrupted\n")
     worker = "Caught UserError in a worker.\nTraceback …\nsw_detectron.errors.UserError: no image\n"
     assert ending(raising(UserError(worker)), capsys)[0] == "tool.py: error: no image"
     with pytest.raises(ValueError, match="a bug"):  # nothing that a user can mend

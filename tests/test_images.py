@@ -98,7 +98,9 @@ def test_all_that_read_images_see_the_same_upright_pixels(tmp_path, name):
     seen = {
         "calibration": next(iter(ImageFolder(tmp_path / "class"))),
         "prediction": next(iter(ImageFile(path)))[..., ::-1],
-        "classification": LabelledImages([record], v2.PILToTensor())[0]["image"].permute(1, 2, 0),
+        "classification": LabelledImages([record], v2.PILToTensor(), size=1)[0]["image"].permute(
+            1, 2, 0
+        ),
         "segmentation": SegmentationMapper(segmentation, is_train=False)(
             record | {"sem_seg_file_name": str(labels)}
         )["image"].permute(1, 2, 0),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -96,8 +97,9 @@ def _read_events(path: Path) -> dict[str, Series]:
         ) from None
     if not path.exists():
         raise UserError(f"Cannot read metrics from {path}: No such file or directory")
-    runs = []  # a file for each; their names begin with the time
-    for file in sorted(path.glob("*tfevents*")) if path.is_dir() else [path]:
+    runs = []  # a file for each, whose name has the time, and last a number
+    files = path.glob("*tfevents*") if path.is_dir() else [path]
+    for file in sorted(files, key=lambda f: [int(n) for n in re.findall(r"\d+", f.name)]):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
         events.Reload()
         runs.append(

@@ -215,12 +215,14 @@ class LabelledImages(Dataset):
     Args:
         records: of a registered data set.
         transform: from a PIL image to the tensor.
+        size: S.
         tries: how many images to try for one item.
     """
 
-    def __init__(self, records: DatasetFromList, transform: v2.Compose, tries: int = 1):
+    def __init__(self, records: DatasetFromList, transform: v2.Compose, size: int, tries: int = 1):
         self._records = records
         self._transform = transform
+        self._size = size
         self._tries = tries
 
     def __len__(self) -> int:
@@ -236,8 +238,8 @@ class LabelledImages(Dataset):
                 corrupt[record["file_name"]] = why_unreadable(error)
                 continue
             return {"image": self._transform(image), "label": record["label"], "corrupt": corrupt}
-        black = self._transform(Image.new("RGB", (1, 1)))
-        return {"image": torch.zeros_like(black), "label": IGNORED_LABEL, "corrupt": corrupt}
+        black = torch.zeros(3, self._size, self._size, dtype=torch.uint8)
+        return {"image": black, "label": IGNORED_LABEL, "corrupt": corrupt}
 
 
 def collate(samples: list[dict]) -> dict:

@@ -91,7 +91,7 @@ class ClassificationTrainer(Trainer):
         seed = cfg.SEED if cfg.SEED >= 0 else None
         sampler = ResumableTrainingSampler(len(records), seed=seed)
         loader = build_batch_data_loader(
-            LabelledImages(records, train_transform(cfg), tries),
+            LabelledImages(records, train_transform(cfg), cfg.INPUT.CLASSIFIER.SIZE, tries),
             sampler,
             cfg.SOLVER.IMS_PER_BATCH,
             num_workers=cfg.DATALOADER.NUM_WORKERS,
@@ -105,7 +105,7 @@ class ClassificationTrainer(Trainer):
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> DataLoader:
         records = load_records((dataset_name,), cfg.MODEL.CLASSIFIER.NUM_CLASSES)
         return DataLoader(
-            LabelledImages(records, test_transform(cfg)),
+            LabelledImages(records, test_transform(cfg), cfg.INPUT.CLASSIFIER.SIZE),
             batch_size=max(1, cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()),
             sampler=InferenceSampler(len(records)),
             num_workers=cfg.DATALOADER.NUM_WORKERS,
