@@ -27,6 +27,8 @@ from sw_detectron.layers.options import Parameters, Running
 from sw_detectron.layers.plain.transform import whitening_transform, whitening_transform_backward
 
 # (N, g, G): group sizes below, at and above a tile's, one sample, one group.
+pytestmark = pytest.mark.slow  # Triton's interpreter takes minutes for all of them
+
 SHAPES = [(3, 3, 8), (1, 3, 12), (3, 1, 16), (3, 3, 12), (1, 1, 32), (1, 3, 16), (3, 2, 24)]
 
 # Every subset with one of the shapes, and half of them affine or tied; all statistics in all

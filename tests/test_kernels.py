@@ -48,6 +48,8 @@ from sw_detectron.layers.plain.transform import (
 )
 from sw_detectron.layers.triton.cross_moments import parts_of
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes minutes for all of them
+
 MANY = 1 << 30  # chunks, of which there are never so many
 
 
