@@ -40,6 +40,9 @@ def launch(main: Main, args: argparse.Namespace) -> None:
     if not 0 <= args.machine_rank < args.num_machines:
         fail(f"--machine-rank {args.machine_rank} must lie below --num-machines")
     several = args.num_gpus * args.num_machines > 1
+    if several:
+        # Python's watcher over shared memory would complain of a killed process after our own line.
+        sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     try:
         detectron2_launch(
             _run if several else _run_alone,
