@@ -4,7 +4,7 @@ A task is a folder of `tasks/`. What all of them share is in `engine/`, which as
 knows none by heart.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,13 @@ class Task:
 
         Raises:
             UserError: a description is wrong.
+        """
+
+    def follow_data(self, cfg: CfgNode, given: Collection[str]) -> None:
+        """Set what the registered data sets leave no doubt about, such as the number of classes.
+
+        Args:
+            given: the keys that the config's file or the command line sets; these stay.
         """
 
     def wanted(self, cfg: CfgNode) -> Wanted:

@@ -32,7 +32,7 @@ OTHERS = [
     ("SOLVER.STEPS", "(-5,)"),
     ("SOLVER.STEPS", "(0,)"),
     ("SOLVER.STEPS", "(3,3)"),
-    ("INPUT.MIN_SIZE_TRAIN", "(0,)"),
+    ("INPUT.MIN_SIZE_TRAIN", "(-1,)"),
     ("SOLVER.BASE_LR", "float('nan')"),
     ("SOLVER.WEIGHT_DECAY_BIAS", "'1e-4'"),
     ("SOLVER.WEIGHT_DECAY_NORM", "few"),

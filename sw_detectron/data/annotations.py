@@ -181,6 +181,7 @@ def mend_coco(content: dict, where: str) -> Counter[str]:
         return Counter()
     annotations = _list_of(content, "annotations", where, of_objects=False)
     left_out, kept, unknown = Counter(), [], Counter()
+    categories = content["categories"] = _without_heading(categories, annotations)
     known = {category["id"] for category in categories}
     for annotation in annotations:
         reason = _coco_defect(annotation, sizes)
@@ -205,6 +206,19 @@ def mend_coco(content: dict, where: str) -> Counter[str]:
             left_out[f"{NO_MASK}, and count as boxes alone"] += 1
     content["annotations"] = kept
     return left_out
+
+
+def _without_heading(categories: list[dict], annotations: list) -> list[dict]:
+    """Without the project's name, which Roboflow puts among the classes as what is above them."""
+    above = [category.get("supercategory") for category in categories]
+    used = [a.get("category_id") for a in annotations if isinstance(a, dict)]
+    return [
+        category
+        for category in categories
+        if category.get("supercategory") != "none"
+        or category["name"] not in above
+        or category["id"] in used
+    ]
 
 
 def _list_of(content: dict, key: str, where: str, of_objects: bool = True) -> list:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import socket
+from collections.abc import Iterator
 
 import torch
 from detectron2.config import CfgNode, get_cfg
@@ -78,9 +79,20 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
             raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
+    given = {*_keys_in(CfgNode.load_yaml_with_base(str(path))), *opts[::2]}
     for task in all_tasks():
         task.register_datasets(cfg)
+        task.follow_data(cfg, given)
     return cfg
+
+
+def _keys_in(tree: dict, prefix: str = "") -> Iterator[str]:
+    """The keys of a config file with their sections, such as "SOLVER.MAX_ITER"."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _keys_in(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode, nn.Module]:
@@ -107,7 +119,8 @@ def setup(args: argparse.Namespace) -> CfgNode:
     Raises:
         UserError: the config asks for something that is not there.
     """
-    cfg = load_config(args.config_file, args.opts)
+    with logs_held_back() as found_in_config:
+        cfg = load_config(args.config_file, args.opts)
     check_values(cfg, training=not args.eval_only)
     if cfg.TEST.AUG.ENABLED:
         with named_by_key(cfg):
@@ -124,7 +137,7 @@ def setup(args: argparse.Namespace) -> CfgNode:
     args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
-    release_logs(found_in_data)
+    release_logs([*found_in_config, *found_in_data])
     if schedule:
         logger.info(schedule)
     if cfg.MODEL.DEVICE == "cpu":

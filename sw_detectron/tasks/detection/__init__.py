@@ -1,6 +1,6 @@
 """Detection, instance segmentation and panoptic segmentation with Detectron2's models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from ...data import register_shapes
 from ...data.check import Wanted
 from ...task import Task, register_task
 from .check import check_objects, wanted_by_detector
+from .coco_folder import add_coco_folder_config, follow_coco_folder, register_coco_folder
 from .evaluators import EVALUATORS
 from .page import predictions_section
 from .results import detection_results
@@ -25,6 +26,15 @@ class Detection(Task):
     trainer = DetectionTrainer
     evaluators = EVALUATORS
     checks = {"thing_classes": check_objects}
+
+    def add_config(self, cfg: CfgNode) -> None:
+        add_coco_folder_config(cfg)
+
+    def register_datasets(self, cfg: CfgNode) -> None:
+        register_coco_folder(cfg)
+
+    def follow_data(self, cfg: CfgNode, given: Collection[str]) -> None:
+        follow_coco_folder(cfg, given)
 
     def wanted(self, cfg: CfgNode) -> Wanted:
         return wanted_by_detector(cfg)

@@ -46,6 +46,11 @@ class CocoEvaluator(COCOEvaluator):
         if not self._do_evaluation:
             logger.warning(f"Data set {dataset_name!r} has no annotations: nothing is measured")
 
+    def count_up_to(self, detections: int) -> None:
+        """Measure the best so many detections of an image, where COCO's 100 are fewer."""
+        if detections > 100:
+            self._max_dets_per_image = [1, 10, detections]
+
     def _eval_predictions(self, predictions: list[dict], img_ids: list | None = None) -> None:
         number, left_out = len(self._coco_api.cats), 0
         for prediction in predictions:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from detectron2.config import CfgNode
+from detectron2.evaluation import DatasetEvaluator
 from detectron2.modeling import (
     META_ARCH_REGISTRY,
     GeneralizedRCNN,
@@ -13,6 +14,7 @@ from torch import nn
 
 from ...engine.trainer import Trainer
 from ...errors import UserError
+from .evaluators import CocoEvaluator
 from .mapper import DetectionMapper
 
 
@@ -22,6 +24,15 @@ class DetectionTrainer(Trainer):
     @classmethod
     def build_mapper(cls, cfg: CfgNode, is_train: bool) -> Callable[[dict], dict]:
         return DetectionMapper(cfg, is_train)
+
+    @classmethod
+    def build_evaluator(
+        cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None
+    ) -> DatasetEvaluator:
+        evaluator = super().build_evaluator(cfg, dataset_name, output_folder)
+        if isinstance(evaluator, CocoEvaluator):
+            evaluator.count_up_to(cfg.TEST.DETECTIONS_PER_IMAGE)
+        return evaluator
 
     @classmethod
     def check_augmentation(cls, cfg: CfgNode) -> None:
