@@ -65,9 +65,9 @@ def add_config_argument(parser: argparse.ArgumentParser, **options) -> None:
         "--config-file",
         dest="config_file",
         metavar="FILE",
-        required=True,
-        help="path of a config, or the bare name of one that comes with the package",
-        **options,
+        help="path of a config, or the bare name of one that comes with the package (default: the "
+        "config that the weights of a training run carry)",
+        **{"default": "", **options},
     )
 
 

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import Path
 
+import yaml
 from detectron2.config import CfgNode
+from detectron2.utils.file_io import PathManager
+from fvcore.common.config import BASE_KEY
 
 from .errors import UserError
 from .task import all_tasks
@@ -127,6 +130,34 @@ def load_yaml_with_base(
         return super(CfgNode, cls).load_yaml_with_base(path, allow_unsafe=allow_unsafe)
     finally:
         _derived.reset(token)
+
+
+def keys_of_user(path: str) -> set[str]:
+    """The keys that a config file and its bases set, but for those that come with the package.
+
+    Returns:
+        With their sections, such as "SOLVER.MAX_ITER".
+    """
+    if config_folder() in Path(path).parents:
+        return set()
+    with PathManager.open(path) as file:
+        tree = yaml.load(file, yaml.BaseLoader) or {}  # whose values may be of any type
+    bases = tree.pop(BASE_KEY, [])
+    keys = keys_of(tree)
+    for base in bases if isinstance(bases, list) else [bases]:
+        base = os.path.expanduser(base)
+        whole = base.startswith("/") or "://" in base
+        joined = base if whole else os.path.join(os.path.dirname(path), base)
+        keys |= keys_of_user(_find_base(joined, path))
+    return keys
+
+
+def keys_of(tree: dict) -> set[str]:
+    """The keys of a nested config, with their sections, such as "SOLVER.MAX_ITER"."""
+    keys = set()
+    for key, value in tree.items():
+        keys |= {f"{key}.{k}" for k in keys_of(value)} if isinstance(value, dict) else {key}
+    return keys
 
 
 def _find_base(path: str, derived: str) -> str:

@@ -56,7 +56,7 @@ class Task:
         """Set what the registered data sets leave no doubt about, such as the number of classes.
 
         Args:
-            given: the keys that the config's file or the command line sets; these stay.
+            given: the keys that the user sets, in a file or on the command line; these stay.
         """
 
     def wanted(self, cfg: CfgNode) -> Wanted:

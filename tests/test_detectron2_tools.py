@@ -121,6 +121,7 @@ def test_train_net_trains_sw(trained):
     assert len(not_decayed) == len(norms) > 0
 
 
+@pytest.mark.slow
 def test_train_net_evaluates_in_two_processes_and_with_test_time_augmentation(
     run, trained, tmp_path
 ):
@@ -136,6 +137,7 @@ def test_train_net_evaluates_in_two_processes_and_with_test_time_augmentation(
     assert {r["image_id"] for r in results(tmp_path / "inference_TTA")} <= set(range(1, 7))
 
 
+@pytest.mark.slow
 def test_plain_train_net_trains_sw(run, trained, tmp_path):
     run("plain_train_net.py", *CONFIG, *TINY, "OUTPUT_DIR", str(tmp_path))
     state = torch.load(tmp_path / "model_final.pth")
@@ -144,6 +146,7 @@ def test_plain_train_net_trains_sw(run, trained, tmp_path):
     assert results(tmp_path)
 
 
+@pytest.mark.slow
 def test_lazyconfig_train_net_trains_sw(run, tmp_path):
     (tmp_path / "lazy.py").write_text(LAZY_CONFIG)
     run(
@@ -154,6 +157,7 @@ def test_lazyconfig_train_net_trains_sw(run, tmp_path):
     assert not torch.equal(state["model"][SW_WEIGHT], torch.ones(2))
 
 
+@pytest.mark.slow
 def test_analyze_model_looks_into_sw(run, trained):
     output = run(
         *["analyze_model.py", *CONFIG, "--tasks", "structure", "parameter", "flop", "activation"],
@@ -169,6 +173,7 @@ def test_analyze_model_looks_into_sw(run, trained):
     assert float(rows[0]) == pytest.approx((2 * 64 + 2 * 2) / 1000, abs=0.05)
 
 
+@pytest.mark.slow
 def test_visualize_json_results_draws_predictions_beside_the_ground_truth(run, trained, tmp_path):
     predictions = trained / "inference/coco_instances_results.json"
     run(
@@ -190,6 +195,7 @@ def test_benchmark_measures_evaluation(run, trained):
     assert "300 iters in" in output
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(run, small_datasets):
     unknown = run("train_net.py", "--config-file", "shapes_mask_rcnn_SW.yaml", fails=True)
     assert "Traceback" not in unknown

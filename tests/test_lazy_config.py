@@ -270,6 +270,7 @@ train.precise_bn.update(enabled=True, num_iter=2)
 """
 
 
+@pytest.mark.slow
 def test_a_run_stopped_halfway_resumes_to_the_same_result(folder, tmp_path):
     """A user's config that builds on the package's, through the tool, in whole and in halves."""
     (tmp_path / "mine.py").write_text(MINE.format(root=folder))

@@ -22,7 +22,7 @@ from pycocotools.coco import COCO
 from sw_detectron import UserError
 from sw_detectron.data import generate_shapes, media
 from sw_detectron.engine import load_config
-from sw_detectron.engine.prediction import Predictor, predict
+from sw_detectron.engine.prediction import Predictor, find_metadata, predict
 from sw_detectron.tasks.classification.data import test_transform as transform
 from sw_detectron.tasks.classification.results import classification_results
 
@@ -244,7 +244,8 @@ def _datasets():
 
 def predictor_of(config, *overrides, confidence=0.0):
     torch.manual_seed(0)
-    return Predictor(load_config(config, [*TINY, *overrides]), confidence)
+    cfg = load_config(config, [*TINY, *overrides])
+    return Predictor(cfg, find_metadata(cfg), confidence)
 
 
 @pytest.mark.usefixtures("_datasets")

@@ -19,9 +19,9 @@ from helpers.runs import (
     TINY,
     TRAIN_NET,
     check_killed_run_resumes_to_the_same_result,
-    environment,
     refuse,
     run,
+    started,
 )
 
 from sw_detectron import run as run_module
@@ -237,20 +237,15 @@ def test_a_run_that_diverges_ends_in_one_line(datasets, tmp_path):
 
 def test_an_interrupted_run_ends_in_silence_and_can_be_resumed(datasets, tmp_path):
     schedule = ["SOLVER.MAX_ITER", "5000", "SOLVER.CHECKPOINT_PERIOD", "2", "OUTPUT_DIR"]
-    process = subprocess.Popen(
-        [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, str(tmp_path)],
-        env=environment(datasets),
-        cwd=datasets,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "last_checkpoint").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    command = [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, str(tmp_path)]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command, datasets, cwd=datasets, **piped) as process:
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "last_checkpoint").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in out + err
     assert (tmp_path / (tmp_path / "last_checkpoint").read_text()).exists()

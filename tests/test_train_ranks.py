@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from detectron2.layers import NaiveSyncBatchNorm
-from helpers.runs import SHAPES, TINY, TRAIN_NET, environment, run
+from helpers.runs import SHAPES, TINY, TRAIN_NET, run, started
 from torch import nn
 
 from sw_detectron.engine.trainer import sync_batch_norms_for_cpu
@@ -27,6 +28,7 @@ def losses(folder):
     return json.loads((folder / "metrics.json").read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["--num-gpus", "torchrun"])
 def test_first_loss_of_two_processes_equals_that_of_one(datasets, tmp_path, launcher):
     arguments = ["--config", SHAPES, *TINY, *DETERMINISTIC, "OUTPUT_DIR"]
@@ -56,29 +58,34 @@ def ranks_of(parent):
     return [int(p) for p in ranks]
 
 
+@contextmanager
+def training_ranks(command, datasets, log):
+    """A process, and the two that it started, once these have trained for 20 iterations."""
+    with log.open("w") as stream:
+        outputs = {"stdout": stream, "stderr": stream}
+        with started(command, datasets, cwd=datasets, **outputs) as parent:
+            deadline = time.monotonic() + 240
+            while "iter: 19" not in log.read_text():
+                assert parent.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            yield parent, ranks_of(parent)
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others(datasets, tmp_path):
     command = [*TRAIN_NET, "--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto", *TINY]
     command += ["DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
     log = tmp_path / "log"
-    with log.open("w") as stream:
-        parent = subprocess.Popen(
-            command, env=environment(datasets), cwd=datasets, stdout=stream, stderr=stream
-        )
-    deadline = time.monotonic() + 240
-    while "iter: 19" not in log.read_text():
-        assert parent.poll() is None, log.read_text()[-2000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    ranks = ranks_of(parent)
-    killed = time.monotonic()
-    subprocess.run(["kill", "-9", str(ranks[1])], check=True)
-    assert parent.wait(timeout=60) == 1
-    assert time.monotonic() - killed < 60
+    with training_ranks(command, datasets, log) as (parent, ranks):
+        subprocess.run(["kill", "-9", str(ranks[1])], check=True)
+        assert parent.wait(timeout=60) == 1
     last = log.read_text().strip().splitlines()[-1]
     assert "ended with SIGKILL" in last, last
     assert not Path(f"/proc/{ranks[0]}").exists()
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line_in_several_processes_too(datasets, tmp_path):
     arguments = ["--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto"]
     failed = run([*TRAIN_NET, *arguments, "MODEL.WEIGHTS", "nowhere.pth"], datasets)
@@ -103,6 +110,7 @@ def test_batch_norms_that_run_on_cpus_keep_names_values_and_flags():
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_what_one_process_cannot_do_is_one_line(datasets, tmp_path):
     """Not the first process: before, nothing was said."""
     script = tmp_path / "train.py"
@@ -127,22 +135,14 @@ def test_what_one_process_cannot_do_is_one_line(datasets, tmp_path):
         assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.slow
 def test_several_processes_are_interrupted_together(datasets, tmp_path):
     command = [*TRAIN_NET, "--config", SHAPES, "--num-gpus", "2", "--dist-url", "auto", *TINY]
     command += ["DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
     log = tmp_path / "log"
-    with log.open("w") as stream:
-        parent = subprocess.Popen(
-            command, env=environment(datasets), cwd=datasets, stdout=stream, stderr=stream
-        )
-    deadline = time.monotonic() + 240
-    while "iter: 19" not in log.read_text():
-        assert parent.poll() is None, log.read_text()[-2000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    ranks = ranks_of(parent)
-    parent.send_signal(signal.SIGINT)  # a terminal would send it to all of them
-    assert parent.wait(timeout=60) == 130
+    with training_ranks(command, datasets, log) as (parent, ranks):
+        parent.send_signal(signal.SIGINT)  # a terminal would send it to all of them
+        assert parent.wait(timeout=60) == 130
     assert "Traceback" not in log.read_text()
     assert "broadcast_buffers" not in log.read_text()
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

@@ -34,15 +34,16 @@ sets of one distribution, up to the noise of the finite number of images.
 
 
 def main(args: argparse.Namespace) -> None:
-    if len(args.config_file) != len(args.weights):
+    configs = args.config_file or [""] * len(args.weights)
+    if len(configs) != len(args.weights):
         raise UserError(
-            f"--config is given {len(args.config_file)} and --weights {len(args.weights)} times; "
-            "each network needs both"
+            f"--config is given {len(configs)} and --weights {len(args.weights)} times; each "
+            "network needs both, or all weights carry their configs"
         )
     output = output_folder(args.output)
     gaps = {}
-    names = names_of_networks(args.config_file, args.weights)
-    for name, config, weights in zip(names, args.config_file, args.weights):
+    names = names_of_networks(configs, args.weights)
+    for name, config, weights in zip(names, configs, args.weights):
         cfg, model = load_model(config, weights, args.opts)
         features = {}
         for folder in (args.source, args.target):
@@ -59,8 +60,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
-    """The configs' names; with the weights where they repeat, and a number where those do too."""
-    names = [Path(config).stem for config in configs]
+    """The configs' names, or without one the weights' folder; with the weights where they repeat,
+    and a number where those do too."""
+    names = [Path(c).stem if c else Path(w).resolve().parent.name for c, w in zip(configs, weights)]
     names = [n if names.count(n) == 1 else f"{n}, {w}" for n, w in zip(names, weights)]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
@@ -70,7 +72,7 @@ def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, EXAMPLES)
-    add_config_argument(parser, action="append")
+    add_config_argument(parser, action="append", default=None)
     add = parser.add_argument
     add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
     add("--source", required=True, metavar="DIR", help="folder of images, at least two")

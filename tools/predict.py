@@ -8,12 +8,11 @@ from sw_detectron.engine.prediction import predict
 
 EXAMPLES = """
 examples:
-  two images, with the weights that a training run has left:
-    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
-        street.jpg kitchen.jpg --output output/pictures
+  two images, with the weights that a training run has left, which carry its config and classes:
+    %(prog)s --weights output/model_final.pth street.jpg kitchen.jpg --output output/pictures
 
-  all images and videos of a folder, doubtful objects too, on the CPU:
-    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights output/model_final.pth \\
+  all images and videos of a folder, doubtful objects too, on the CPU, with weights of another kind:
+    %(prog)s --config mask_rcnn_R50_FPN_SW_2x.yaml --weights detector.pkl \\
         holiday/ --output output/pictures --confidence 0.3 MODEL.DEVICE cpu
 
 predictions.json in the folder of the output holds the results in COCO's format. Files that cannot

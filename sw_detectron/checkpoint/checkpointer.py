@@ -1,5 +1,6 @@
 """Detectron2's checkpointer with whole-or-nothing writes and readable errors."""
 
+import dataclasses
 import os
 from collections.abc import Collection
 
@@ -11,6 +12,7 @@ from ..errors import UserError
 from ..files import written_whole
 from .facts import FACTS_KEY, contradictions, facts_in, facts_of, facts_of_source
 from .reading import read_file, weights_in
+from .run_record import run_record
 from .sources import find_backbone, plain_name, without_wrappers
 from .writing import save_pth
 
@@ -40,7 +42,8 @@ class Checkpointer(DetectionCheckpointer):
         data = {"model": self.model.state_dict()}
         data |= {key: value.state_dict() for key, value in self.checkpointables.items()}
         if self._cfg is not None:
-            data[FACTS_KEY] = {"config": facts_of(self._cfg)}
+            run = dataclasses.asdict(run_record(self._cfg))
+            data[FACTS_KEY] = {"config": facts_of(self._cfg), "run": run}
         path = os.path.join(self.save_dir, f"{name}.pth")
         self.logger.info(f"Saving checkpoint to {path}")
         save_pth(data | kwargs, path)

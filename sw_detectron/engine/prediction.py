@@ -32,6 +32,7 @@ from ..data.slices import register_slice
 from ..errors import UserError
 from ..files import written_whole
 from ..task import all_tasks, find_task
+from .carried import carried_metadata
 from .setup import load_config
 
 RESULTS = "predictions.json"
@@ -54,9 +55,9 @@ def predict(args: argparse.Namespace) -> None:
     has those of all images and frames until then.
 
     Args:
-        args: `config_file`; `weights`, or None for those of the config; `inputs`, files and
-            folders, followed by KEY VALUE overrides of the config; `output`, a folder;
-            `confidence`, the lowest score of a result, or None for the task's.
+        args: `config_file`, "" for the one that the weights carry; `weights`, or None for those of
+            the config; `inputs`, files and folders, followed by KEY VALUE overrides of the config;
+            `output`, a folder; `confidence`, the lowest score of a result, or None for the task's.
 
     Raises:
         UserError: something that was given is wrong or missing; or, when all the rest is done,
@@ -79,7 +80,9 @@ def predict(args: argparse.Namespace) -> None:
     folder = Path(args.output)
     _prepare(folder)
     paths = output_paths(media, folder)
-    predictor = Predictor(cfg, args.confidence)
+    has_classes = args.config_file or "DATASETS.TEST" in overrides
+    metadata = find_metadata(cfg) if has_classes else carried_metadata(cfg.MODEL.WEIGHTS)
+    predictor = Predictor(cfg, metadata, args.confidence)
     predictor.load(cfg.MODEL.WEIGHTS)
 
     results = []
@@ -118,20 +121,17 @@ class Predictor:
     """A trained model that gives its results in COCO's format, and draws them.
 
     Args:
-        cfg: first among its data sets is the one whose classes the model knows; its weights are
-            left alone.
+        cfg: its weights are left alone.
+        metadata: of the data set whose classes the model knows.
         confidence: the lowest score of a result, in [0, 1]; by default the task's.
-
-    Raises:
-        UserError: the classes are not known.
     """
 
-    def __init__(self, cfg: CfgNode, confidence: float | None = None):
+    def __init__(self, cfg: CfgNode, metadata: Metadata, confidence: float | None = None):
         cfg = cfg.clone()
         cfg.MODEL.WEIGHTS = ""
         self._cfg = cfg
         self._task = find_task(cfg)
-        self._metadata = _find_metadata(cfg)
+        self._metadata = metadata
         self._confidence = self._task.confidence if confidence is None else confidence
         self._predict = self._task.build_predictor(cfg, self._confidence)
 
@@ -194,17 +194,27 @@ def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments, []
 
 
-def _find_metadata(cfg: CfgNode) -> Metadata:
+def find_metadata(cfg: CfgNode) -> Metadata:
+    """Of the first of a config's data sets.
+
+    Raises:
+        UserError: there is none, or its classes are not known.
+    """
     names = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)
     if not names:
         raise UserError("DATASETS.TEST is empty: name the data set whose classes the model knows")
     register_slice(names[0])
     metadata = MetadataCatalog.get(names[0])
-    if not any(task.class_names(metadata) for task in all_tasks()):
+    known = any(task.class_names(metadata) for task in all_tasks())
+    ids_known = not metadata.get("json_file") or metadata.get("thing_dataset_id_to_contiguous_id")
+    if not known or not ids_known:
         try:
             DatasetCatalog.get(names[0])  # many learn their classes from their annotation file
         except (KeyError, OSError) as error:
             reason = str(error.args[-1]).splitlines()[0]
+            if known:
+                logger.warning(f"category_id is the number of the class, from 0: {reason}")
+                return metadata
             raise UserError(
                 f"the classes of data set {names[0]!r} are not known: {reason}"
             ) from None

@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import socket
-from collections.abc import Iterator
 
 import torch
 from detectron2.config import CfgNode, get_cfg
@@ -17,10 +16,11 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..cli import add_config_argument, make_parser
-from ..config import add_sw_config, default_output_dir, find_config
+from ..config import add_sw_config, default_output_dir, find_config, keys_of, keys_of_user
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..errors import UserError, one_line
 from ..task import all_tasks, find_task
+from .carried import adopt_config
 from .data_check import check_data, check_datasets, logs_held_back, release_logs
 from .schedule import epochs_to_iterations
 from .values import check_output_folder, check_values, named_by_key
@@ -53,25 +53,24 @@ def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
 def load_config(config_file: str, opts: list[str]) -> CfgNode:
     """Read a config, apply KEY VALUE overrides, and check what can be checked without building.
 
+    Args:
+        config_file: path, or bare name of one of the package's; "" for the one that the weights
+            carry, which an override names.
+        opts: keys and values in turn.
+
     Raises:
         UserError: a file, a key or a value is wrong.
     """
-    path = find_config(config_file)
-    if path.suffix == ".py":
-        raise UserError(
-            f"config {str(path)!r} is a Python config; use tools/lazyconfig_train_net.py for it"
-        )
-    cfg = get_cfg()
-    add_sw_config(cfg)
-    cfg.OUTPUT_DIR = default_output_dir(path)  # unless the file or an override sets another
-    try:
-        cfg.merge_from_file(str(path))
-    except UserError:
-        raise
-    except Exception as error:  # YAML has many kinds of errors, and yacs asserts
-        raise UserError(f"config {str(path)!r}: {one_line(error)}") from None
     if len(opts) % 2:
         raise UserError(f"overrides come in pairs KEY VALUE; got {' '.join(opts)!r}")
+    cfg = get_cfg()
+    add_sw_config(cfg)
+    given = set(opts[::2])
+    if config_file:
+        given |= _merge_file(cfg, config_file)
+    else:
+        adopt_config(cfg, dict(zip(opts[::2], opts[1::2])).get("MODEL.WEIGHTS", ""))
+        given |= keys_of(cfg)
     for key, value in zip(opts[::2], opts[1::2]):
         try:
             cfg.merge_from_list([key, value])
@@ -79,20 +78,31 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
             raise UserError(f"override {key} {value}: {one_line(error)}") from None
     if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
-    given = {*_keys_in(CfgNode.load_yaml_with_base(str(path))), *opts[::2]}
+    for key in ("TRAIN", "TEST"):
+        names = cfg.DATASETS[key]
+        if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
+            raise UserError(f"DATASETS.{key} {names!r} must be a list of names of data sets")
     for task in all_tasks():
         task.register_datasets(cfg)
         task.follow_data(cfg, given)
     return cfg
 
 
-def _keys_in(tree: dict, prefix: str = "") -> Iterator[str]:
-    """The keys of a config file with their sections, such as "SOLVER.MAX_ITER"."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _keys_in(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+def _merge_file(cfg: CfgNode, config_file: str) -> set[str]:
+    """Read a file into `cfg`; the keys that the user's own files set."""
+    path = find_config(config_file)
+    if path.suffix == ".py":
+        raise UserError(
+            f"config {str(path)!r} is a Python config; use tools/lazyconfig_train_net.py for it"
+        )
+    cfg.OUTPUT_DIR = default_output_dir(path)  # unless the file or an override sets another
+    try:
+        cfg.merge_from_file(str(path))
+    except UserError:
+        raise
+    except Exception as error:  # YAML has many kinds of errors, and yacs asserts
+        raise UserError(f"config {str(path)!r}: {one_line(error)}") from None
+    return keys_of_user(str(path))
 
 
 def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode, nn.Module]:
@@ -119,6 +129,8 @@ def setup(args: argparse.Namespace) -> CfgNode:
     Raises:
         UserError: the config asks for something that is not there.
     """
+    if not args.config_file and not args.eval_only:
+        raise UserError("--config is missing: name the config to train")
     with logs_held_back() as found_in_config:
         cfg = load_config(args.config_file, args.opts)
     check_values(cfg, training=not args.eval_only)
@@ -134,7 +146,8 @@ def setup(args: argparse.Namespace) -> CfgNode:
         check_data(cfg, training=not args.eval_only)
     check_output_folder("OUTPUT_DIR", cfg.OUTPUT_DIR)
     cfg.freeze()
-    args.config_file = str(find_config(args.config_file))
+    if args.config_file:
+        args.config_file = str(find_config(args.config_file))
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="sw_detectron")
     default_setup(cfg, args)
     release_logs([*found_in_config, *found_in_data])

@@ -33,7 +33,7 @@ def train_or_evaluate(args: argparse.Namespace) -> OrderedDict:
     """
     cfg = setup(args)
     trainer_class = find_task(cfg).trainer
-    name = Path(args.config_file).stem
+    name = Path(args.config_file or cfg.OUTPUT_DIR).stem
     if args.eval_only:
         model, iterations = _load(trainer_class, cfg, args.resume)
         results = trainer_class.test(cfg, model)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def run(command, datasets, **kwargs):
     return subprocess.run(
         command, env=environment(datasets), capture_output=True, text=True, **kwargs
     )
+
+
+@contextmanager
+def started(command, datasets, **kwargs):
+    """A process of the command, which listens to an interruption, and is gone at the end."""
+
+    def listen():  # what a shell starts in the background does not
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    process = subprocess.Popen(command, env=environment(datasets), preexec_fn=listen, **kwargs)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def refuse(capsys, *arguments):
@@ -73,21 +89,15 @@ def check_killed_run_resumes_to_the_same_result(arguments, datasets, tmp_path, k
     generator = random.Random(0)
     cut = tmp_path / "cut"
     for checkpoints in kills:
-        process = subprocess.Popen(
-            [*command, str(cut)],
-            env=environment(datasets),
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 240
-        while len(list(cut.glob("model_0*.pth"))) < checkpoints:
-            assert process.poll() is None, "finished before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(generator.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with started([*command, str(cut)], datasets, cwd=tmp_path, **silent) as process:
+            deadline = time.monotonic() + 240
+            while len(list(cut.glob("model_0*.pth"))) < checkpoints:
+                assert process.poll() is None, "finished before it was killed"
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(generator.uniform(0, 0.3))
+            process.send_signal(signal.SIGKILL)
         assert not (cut / "model_final.pth").exists()
     rest = run([*command, str(cut)], datasets)
     assert rest.returncode == 0, rest.stderr[-2000:]

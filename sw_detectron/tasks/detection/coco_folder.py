@@ -39,12 +39,12 @@ class _Content:
     """What is asked of an annotation file before it is loaded.
 
     Attributes:
-        classes: in the order of their ids.
+        classes: by their ids, in the order of these.
         first_image: its file_name; "" if there is none.
         has_rle: whether a mask is an RLE, which only MASK_FORMAT bitmask reads.
     """
 
-    classes: tuple[str, ...]
+    classes: dict[int, str]
     first_image: str
     has_rle: bool
 
@@ -59,21 +59,24 @@ def add_coco_folder_config(cfg: CfgNode) -> None:
 
 
 def register_coco_folder(cfg: CfgNode) -> None:
-    """Register the data sets of DATASETS.COCO_FOLDER, if it is set.
+    """Register the data sets of DATASETS.COCO_FOLDER.
 
-    An annotation file of a part, such as `val_stained.json`, gives `own_val_stained`.
+    An annotation file of a part, such as `val_stained.json`, gives `own_val_stained`. Without a
+    folder, those that the config names say when they are loaded what is missing.
 
     Raises:
-        UserError: there is no such folder, or nothing known in it.
+        UserError: there is nothing known in the folder.
     """
-    if not cfg.DATASETS.COCO_FOLDER:
-        return
     for name in [n for n in DatasetCatalog.list() if n.startswith(_PREFIX)]:
         DatasetCatalog.remove(name)  # of another folder, in the same process
         MetadataCatalog.remove(name)
     folder = Path(os.path.expanduser(cfg.DATASETS.COCO_FOLDER))
-    if not folder.is_dir():
-        raise UserError(f"DATASETS.COCO_FOLDER {str(folder)!r} is no folder")
+    if not cfg.DATASETS.COCO_FOLDER or not folder.is_dir():
+        problem = f"DATASETS.COCO_FOLDER {cfg.DATASETS.COCO_FOLDER!r} is no folder"
+        for name in {"own_train", "own_val", *_own_names(cfg)}:
+            load = functools.partial(_not_there, name, problem)
+            register_dataset(name, load, evaluator_type="coco")
+        return
     files = _annotation_files(folder)
     if len(files) == 1:
         _register_parts(folder, *files.values(), cfg.DATASETS.COCO_VAL_SHARE)
@@ -87,7 +90,7 @@ def follow_coco_folder(cfg: CfgNode, given: Collection[str]) -> None:
     the format of masks.
 
     Args:
-        given: the keys that the config's file or the command line sets; these stay.
+        given: the keys that the user sets, in a file or on the command line; these stay.
     """
     if not cfg.DATASETS.COCO_FOLDER:
         return
@@ -97,8 +100,8 @@ def follow_coco_folder(cfg: CfgNode, given: Collection[str]) -> None:
         found = [name for name in candidates if name in names]
         if not is_own and f"DATASETS.{key}" not in given:
             cfg.DATASETS[key] = tuple(found[:1])
-    used = [n for n in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST) if n.startswith(_PREFIX)]
-    known = [MetadataCatalog.get(n.partition("[")[0]) for n in used if n.partition("[")[0] in names]
+    known = [MetadataCatalog.get(name) for name in _own_names(cfg) if name in names]
+    known = [metadata for metadata in known if metadata.get("thing_classes")]
     if not known:
         return
     follows = {}
@@ -114,6 +117,16 @@ def follow_coco_folder(cfg: CfgNode, given: Collection[str]) -> None:
         f"{cfg.DATASETS.COCO_FOLDER!r} has {', '.join(names)}: DATASETS.TRAIN "
         f"{tuple(cfg.DATASETS.TRAIN)}, DATASETS.TEST {tuple(cfg.DATASETS.TEST)}{text}"
     )
+
+
+def _own_names(cfg: CfgNode) -> list[str]:
+    """The data sets of one's own that the config names; of a slice, the whole."""
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    return [name.partition("[")[0] for name in names if name.startswith(_PREFIX)]
+
+
+def _not_there(name: str, problem: str) -> list[dict]:
+    raise UserError(f"data set {name!r} is not there: {problem}; {_REMEDY}")
 
 
 def _annotation_files(folder: Path) -> dict[str, Path]:
@@ -181,7 +194,8 @@ def _register(name: str, path: Path, root: Path) -> None:
         load,
         json_file=str(path),
         image_root=str(root),
-        thing_classes=list(content.classes),
+        thing_classes=[*content.classes.values()],
+        thing_dataset_id_to_contiguous_id={key: i for i, key in enumerate(content.classes)},
         has_rle=content.has_rle,
         evaluator_type="coco",
         remedy=_REMEDY,
@@ -206,9 +220,6 @@ def _register_parts(folder: Path, path: Path, share: float) -> None:
 
 def _load_part(share: float, is_val: bool) -> list[dict]:
     records = DatasetCatalog.get(_WHOLE)
-    for name in ("own_train", "own_val"):  # evaluation writes the ids of the annotation file
-        mapping = MetadataCatalog.get(_WHOLE).thing_dataset_id_to_contiguous_id
-        MetadataCatalog.get(name).set(thing_dataset_id_to_contiguous_id=mapping)
     if len(records) < 2:
         raise UserError(f"{MetadataCatalog.get(_WHOLE).json_file!r} has too few images to split")
     number = min(max(1, round(share * len(records))), len(records) - 1)
@@ -237,7 +248,7 @@ def _read_version(path: Path, _modified: int) -> _Content:
     images, annotations = content["images"], content.get("annotations", [])
     categories = sorted(content["categories"], key=lambda category: category["id"])
     return _Content(
-        classes=tuple(category["name"] for category in categories),
+        classes={category["id"]: category["name"] for category in categories},
         first_image=images[0]["file_name"] if images else "",
         has_rle=any(isinstance(a.get("segmentation"), dict) for a in annotations),
     )
