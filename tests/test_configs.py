@@ -246,6 +246,27 @@ def test_retinanets_anchors_divide_an_octave_in_three():
 
 # Names and files
 
+
+@pytest.mark.parametrize("network", ["R18", "R50"])
+def test_nuclei_configs_differ_in_norms_alone(network):
+    files = sorted(config_folder().glob(f"nuclei/nuclei_mask_rcnn_{network}_FPN_*.yaml"))
+    norms = {path.stem.rpartition("_")[2] for path in files}
+    assert norms == {"SyncBN", "SW"} | ({"GN", "SN", "SWb"} if network == "R18" else set())
+    rest = set()
+    for path in files:
+        cfg = load_config(str(path), ["OUTPUT_DIR", ""])
+        norm = path.stem.rpartition("_")[2]
+        outside = "SyncBN" if norm.startswith("SW") else norm
+        for part in ("RESNETS", "FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD"):
+            assert outside == cfg.MODEL[part].NORM
+            cfg.MODEL[part].NORM = ""
+        assert ("SWb" if norm == "SWb" else "SW") == cfg.MODEL.SW.NORM
+        assert (cfg.MODEL.SW.PLACEMENT == "none") != norm.startswith("SW")
+        del cfg.MODEL["SW"]
+        rest.add(cfg.dump())
+    assert len(rest) == 1
+
+
 R50 = "mask_rcnn_R50_FPN_SW_2x.yaml"
 
 
