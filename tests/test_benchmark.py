@@ -283,7 +283,11 @@ def test_operators_are_counted_in_both_passes_without_views():
 def test_host_time_of_each_layer(tmp_path):
     results = benchmark_host(CPU, [("bw", "iw")], ["newton"], num_pergroup=8, rounds=2, warmup=1)
     operators = {result.contender: result.operators for result in results}
-    assert operators.keys() == {"BN", "SyncBN", "IN", "GN", "composed", "SW{bw,iw} newton"}
+    by_kernels = "SW{bw,iw} newton, kernels"
+    others = {"BN", "SyncBN", "IN", "GN", "composed", "SW{bw,iw} newton"}
+    assert operators.keys() == others | {by_kernels}
+    launches = {result.contender: result.launches for result in results}
+    assert launches == dict.fromkeys(others) | {by_kernels: 7}
     assert operators["BN"] == 3  # forward, backward, and num_batches_tracked
     assert operators["SW{bw,iw} newton"] > operators["BN"]
     (axes,) = ratio_figure(results).axes

@@ -41,10 +41,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def weights(folder, tmp_path_factory):
     """Of a run with a config of its own, whose data set is gone."""
-    output = tmp_path_factory.mktemp("run")
+    output = tmp_path_factory.mktemp("a") / "run_7"
+    output.mkdir()
     copied = shutil.copytree(folder, output / "data")
     overrides = [*SMALL, "DATASETS.COCO_FOLDER", str(copied), "MODEL.SW.NUM_PERGROUP", "32"]
-    cfg = load_config(CONFIG, [*overrides, "OUTPUT_DIR", "/nowhere/of/old/run_7"])
+    cfg = load_config(CONFIG, overrides)
     DatasetCatalog.get("own_val")
     torch.manual_seed(0)
     Checkpointer(build_model(cfg), str(output), cfg=cfg).save("model_final", iteration=9)
@@ -121,7 +122,7 @@ def refusal(use):
 
 
 PLACES = [("config",), ("dataset",), ("metadata",), ("config", "MODEL"), ("config", "DATASETS")]
-PLACES += [("config", "VERSION"), ("config", "DATASETS", "TEST"), ("config", "OUTPUT_DIR")]
+PLACES += [("config", "VERSION"), ("config", "DATASETS", "TEST"), ("config", "SEED")]
 PLACES += [("metadata", "thing_classes"), ("metadata", "category_ids"), ()]
 JUNK = [None, 3, float("nan"), "x", [], [1, "a"], {"A": 1}, {1: 2}, [[]], {"thing_classes": [1]}]
 

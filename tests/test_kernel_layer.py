@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.kernel_cases import DEVICE, DTYPES, WHITENING_SETS, make_options
 from helpers.layer_cases import correlated, make_layer
-from helpers.ranks import spawn
+from helpers.ranks import Counter, spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sw_detectron.layers import STATISTICS, backend, set_backend, triton
@@ -137,17 +137,24 @@ def synchronized(rank, world_size):
         for gradient in gradients:
             dist.all_reduce(gradient)
         results.append([y.detach(), x.grad, *gradients, *layer.buffers()])
-    return results
+    layer = make_layer(16, num_pergroup=8, statistics=("bw", "iw")).float()
+    with Counter() as collectives:
+        launches = count_launches(layer, x.detach().requires_grad_())
+    return results, launches, [name for name, _ in collectives.calls]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="ranks without GPUs of their own")
 def test_ranks_with_and_without_samples(tmp_path):
     results = spawn(synchronized, 3, tmp_path)
-    for plain, kernels in results:
+    (_, first), *_ = results[0]
+    for (plain, kernels), launches, collectives in results:
         for expected, actual in zip(plain, kernels):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-        for value, other in zip(kernels[-2:], results[0][1][-2:]):
+        for value, other in zip(kernels[-2:], first[-2:]):
             assert torch.equal(value, other)
+        # One more than in one process, which puts the ranks' moments together.
+        assert len(launches) == len(set(launches)) == (8 if len(kernels[0]) else 1)
+        assert len(collectives) == 2
 
 
 # ---------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class Result:
         contender: a name such as "BN" or "SW{bw,iw} newton".
         timings: by what was timed, such as "forward".
         memory: by quantity; the name tells the unit.
-        operators: that a call runs; None if they were not counted.
+        operators: of PyTorch that a call runs; None if they were not counted.
+        launches: of Triton kernels, likewise.
     """
 
     case: str
@@ -41,6 +42,7 @@ class Result:
     timings: dict[str, Timing]
     memory: dict[str, float] = field(default_factory=dict)
     operators: int | None = None
+    launches: int | None = None
 
     def record(self) -> dict[str, object]:
         """What `results.json` holds of it."""
@@ -54,6 +56,8 @@ class Result:
             row[f"{what}\nvs {BASELINE} (quartiles)"] = str(timing)
         if self.operators is not None:
             row["operators"] = self.operators
+        if self.launches is not None:
+            row["launches"] = self.launches
         return row | {key.replace("_per_", "\n/ "): size for key, size in self.memory.items()}
 
 

@@ -19,7 +19,7 @@ class RunRecord:
     """Of a run.
 
     Attributes:
-        config: nested, all of its keys.
+        config: nested, all of its keys but OUTPUT_DIR, which says nothing of the model.
         dataset: the one that the classes are of; the first to test on, or else to train on.
         metadata: as far as it is there: `thing_classes`, `stuff_classes`, `list_classes` as names,
             and `category_ids`, the data set's own for each of `thing_classes`.
@@ -41,7 +41,8 @@ def run_record(cfg: CfgNode) -> RunRecord:
     contiguous = known.get("thing_dataset_id_to_contiguous_id")
     if contiguous:
         metadata["category_ids"] = sorted(contiguous, key=contiguous.get)
-    return RunRecord(_plain(cfg), dataset, metadata)
+    config = {key: _plain(value) for key, value in cfg.items() if key != "OUTPUT_DIR"}
+    return RunRecord(config, dataset, metadata)
 
 
 def run_record_in(checkpoint: Mapping) -> RunRecord | None:

@@ -14,8 +14,8 @@ from ..errors import UserError, one_line
 
 
 def adopt_config(cfg: CfgNode, weights: str) -> None:
-    """Make `cfg` that of the run that a checkpoint is of, with the output in a folder of the same
-    name under `output`.
+    """Make `cfg` that of the run that a checkpoint is of, with the output in a folder under `output`
+    that has the name of the checkpoint's.
 
     Args:
         cfg: with all keys of the package.
@@ -36,7 +36,7 @@ def adopt_config(cfg: CfgNode, weights: str) -> None:
             f"weights {weights!r} carry a config that this version does not take "
             f"({one_line(error)}); give --config"
         ) from None
-    cfg.OUTPUT_DIR = f"output/{Path(cfg.OUTPUT_DIR).name}"
+    cfg.OUTPUT_DIR = f"output/{Path(weights).absolute().parent.name}"
 
 
 def carried_metadata(weights: str) -> Metadata:
