@@ -14,8 +14,8 @@ from ..errors import UserError, one_line
 
 
 def adopt_config(cfg: CfgNode, weights: str) -> None:
-    """Make `cfg` that of the run that a checkpoint is of, with the output in a folder under `output`
-    that has the name of the checkpoint's.
+    """Make `cfg` that of the run that a checkpoint is of. OUTPUT_DIR is `output/` plus the name of
+    the checkpoint's folder.
 
     Args:
         cfg: with all keys of the package.
