@@ -38,6 +38,6 @@ setup(
     package_dir={"sw_detectron.configs": "configs"},
     package_data={
         "sw_detectron": ["py.typed"],
-        "sw_detectron.configs": ["*/*.yaml", "*/*.py"],
+        "sw_detectron.configs": ["*/*.yaml", "*/*.py", "*/*.txt"],
     },
 )
