@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pycocotools.mask as mask_util
 import pytest
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, Metadata
 from helpers.figures import check_texts
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -15,7 +15,11 @@ from sw_detectron.data import generate_shapes, register_shapes
 from sw_detectron.report import curves
 from sw_detectron.report.curves import plot_training_curves, training_curves_figure
 from sw_detectron.tasks.detection import drawing
-from sw_detectron.tasks.detection.drawing import draw_predictions, predictions_figure
+from sw_detectron.tasks.detection.drawing import (
+    draw_predictions,
+    overlay_results,
+    predictions_figure,
+)
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ITERATIONS = range(19, 300, 20)
@@ -133,6 +137,23 @@ def test_predictions_without_masks_show_their_boxes(predictions):
     with_boxes = panels(predictions_figure("shapes_val", boxes, num_images=1))[1]
     blank = panels(predictions_figure("shapes_val", [], num_images=1))[1]
     assert not np.array_equal(with_boxes, blank)
+
+
+def test_colours_tell_the_objects_of_a_single_class_apart():
+    black = np.zeros((600, 600, 3), np.uint8)
+    objects = [
+        {"category_id": 0, "score": 1.0, "bbox": [x, 100, 200, 200]}
+        | {"segmentation": [[x, 100, x + 200, 100, x + 200, 300, x, 300]]}
+        for x in (50, 350)
+    ]
+    inside = [(200, 150), (200, 450)]
+    colours = {}
+    for classes in (["cell"], ["cell", "other"]):
+        metadata = Metadata(name="", thing_classes=classes)
+        picture = overlay_results(black, objects, metadata)
+        colours[len(classes)] = [tuple(picture[place] // 32) for place in inside]
+    assert colours[1][0] != colours[1][1]
+    assert colours[2][0] == colours[2][1]
 
 
 def test_a_file_of_predictions_gives_a_png(predictions, tmp_path):

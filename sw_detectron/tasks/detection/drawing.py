@@ -135,12 +135,14 @@ def _overlay(pixels: np.ndarray, annotations: list[dict], metadata: Metadata) ->
             for annotation in annotations
         ]
         masks = [annotation.get("segmentation") for annotation in annotations]
-        categories = [annotation["category_id"] for annotation in annotations]
+        # Where there is one class, names say nothing, and colours tell objects apart.
+        one_class = len(metadata.thing_classes) == 1
+        colors = [i if one_class else a["category_id"] for i, a in enumerate(annotations)]
         visualizer.overlay_instances(
             boxes=np.array(boxes, dtype=float),
             masks=masks if all(masks) else None,
-            labels=[_label(annotation, metadata) for annotation in annotations],
-            assigned_colors=[mpl.colors.to_rgb(PALETTE[c % len(PALETTE)]) for c in categories],
+            labels=None if one_class else [_label(a, metadata) for a in annotations],
+            assigned_colors=[mpl.colors.to_rgb(PALETTE[c % len(PALETTE)]) for c in colors],
             alpha=0.4,
         )
     return visualizer.get_output().get_image()
