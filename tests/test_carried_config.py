@@ -14,9 +14,11 @@ from helpers.runs import TINY, refuse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sw_detectron import UserError
+from sw_detectron import SwitchWhiten2d, UserError
 from sw_detectron.checkpoint import Checkpointer
+from sw_detectron.checkpoint.convert import convert_checkpoint
 from sw_detectron.checkpoint.reading import read_file
+from sw_detectron.checkpoint.writing import write_checkpoint
 from sw_detectron.engine import argument_parser, launch, load_model, train_or_evaluate
 from sw_detectron.engine.carried import carried_metadata
 from sw_detectron.engine.prediction import predict
@@ -145,3 +147,20 @@ def test_a_record_that_is_no_record_is_one_line(weights, tmp_path, place, junk):
         message = refusal(use) or "changed.pth"
         assert "changed.pth" in message or message.startswith("DATASETS."), message
         assert "\n" not in message
+
+
+def test_a_converted_detector_is_predicted_with_alone(folder, tmp_path):
+    """From SyncBN to SW, with what SW needs in the place of what SyncBN had."""
+    config = "nuclei_mask_rcnn_R18_FPN_SyncBN.yaml"
+    cfg = load_config(config, [*SMALL, "DATASETS.COCO_FOLDER", str(folder)])
+    torch.manual_seed(0)
+    Checkpointer(build_model(cfg), str(tmp_path), cfg=cfg).save("bn")
+    options = {"placement": "segmentation", "norm": "SWb", "num_pergroup": 32}
+    conversion = convert_checkpoint(tmp_path / "bn.pth", **options)
+    write_checkpoint(tmp_path / "sw.pth", conversion.model, "pth", False, conversion.carried)
+    assert len(run_predict(tmp_path / "out", [folder / "val"], str(tmp_path / "sw.pth"))) > 3
+    cfg, model = load_model("", str(tmp_path / "sw.pth"), [])
+    assert (cfg.MODEL.SW.NORM, cfg.MODEL.SW.NUM_PERGROUP) == ("SWb", 32)
+    layers = [m for m in model.modules() if isinstance(m, SwitchWhiten2d)]
+    assert len(layers) == 5
+    assert all(len(layer.statistics) == 5 for layer in layers)

@@ -189,7 +189,7 @@ def tiny_conversion(tmp_path_factory):
     path = saved(torchvision.models.resnet50().state_dict(), folder / "resnet50.pth")
     conversion = convert_checkpoint(path)
     for ending in ("pkl", "pth"):
-        write_checkpoint(folder / f"sw.{ending}", conversion.model, ending, True, conversion.facts)
+        write_checkpoint(folder / f"sw.{ending}", conversion.model, ending, True, conversion.carried)
     return folder
 
 
@@ -286,8 +286,8 @@ def test_malformed_facts_are_none(carried):
 
 def test_converting_a_converted_checkpoint_knows_its_input(tmp_path, resnet18):
     first = convert_checkpoint(saved(resnet18, tmp_path / "a.pth"), placement="none")
-    facts = first.facts | {"INPUT.FORMAT": "BGR", "MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}
-    write_checkpoint(tmp_path / "b.pth", first.model, "pth", True, facts)
+    facts = first.carried["config"] | {"INPUT.FORMAT": "BGR", "MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}
+    write_checkpoint(tmp_path / "b.pth", first.model, "pth", True, {"config": facts})
     second = convert_checkpoint(tmp_path / "b.pth")
     assert second.source == "detectron2" and not any("INPUT" in note for note in second.notes)
     assert second.config["INPUT.FORMAT"] == "BGR"

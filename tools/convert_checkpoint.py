@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
         conversion.model,
         output_format,
         matching_heuristics=not conversion.is_detector,
-        facts=conversion.facts,
+        carried=conversion.carried,
     )
     print(conversion.report())
     print(f"\nconfig for {destination}:")

@@ -1,9 +1,11 @@
 """What a conversion is asked for and what it results in."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 from torch import Tensor
+
+from .run_record import RunRecord, changed_record
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Conversion:
         unused: names of tensors in the source that are not in `model`.
         left_out: what the source has beside tensors, such as an optimizer's state.
         notes: what a user should know, in one line each.
+        run: of a whole detector's source, what it says of its run.
     """
 
     model: dict[str, Tensor]
@@ -48,11 +51,15 @@ class Conversion:
     unused: list[str]
     left_out: list[str]
     notes: list[str]
+    run: RunRecord | None = None
 
     @property
-    def facts(self) -> dict[str, object]:
-        """`config` for the checkpoint to carry, with the layers by number too; see `facts`."""
-        return self.config | {"MODEL.SW.LAYERS": [row.number for row in self.placed]}
+    def carried(self) -> dict[str, object]:
+        """For the checkpoint to carry: `config`, with the layers by number too, see `facts`; and
+        the run's record, as if it had been trained so."""
+        facts = self.config | {"MODEL.SW.LAYERS": [row.number for row in self.placed]}
+        run = {"run": asdict(changed_record(self.run, self.config))} if self.run else {}
+        return {"config": facts} | run
 
     def report(self) -> str:
         """What was done, as a table and a line for each thing to know."""

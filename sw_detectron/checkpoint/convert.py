@@ -24,6 +24,7 @@ from ..modeling.surgery import replace_norms
 from .conversion import Conversion, Images, PlacedLayer
 from .facts import FACTS_KEY, facts_in
 from .reading import read_file, weights_in
+from .run_record import RunRecord, run_record_in
 from .source_config import network_config, own_sw_layers, placement_config, sw_config
 from .sources import Architecture, Backbone, find_backbone, recognize_architecture
 
@@ -43,6 +44,7 @@ class _Source(NamedTuple):
     folded: bool  # its BN is only a scale and a bias
     facts: dict[str, object]  # what the file says itself, see `facts`
     left_out: list[str]
+    run: RunRecord | None
 
 
 def convert_checkpoint(
@@ -118,6 +120,7 @@ def convert_checkpoint(
         unused=found.backbone.unused,
         left_out=found.left_out,
         notes=notes,
+        run=found.run if prefix else None,
     )
 
 
@@ -140,7 +143,8 @@ def _read(path: str | os.PathLike, source: str | None) -> _Source:
         facts = facts_in(contents)
         folded = _fold_running_values(backbone.source, weights, facts)
     left_out = [name for name in left_out if name != FACTS_KEY]
-    return _Source(backbone, architecture, weights, folded, facts, left_out)
+    run = run_record_in(contents)
+    return _Source(backbone, architecture, weights, folded, facts, left_out, run)
 
 
 def _checked(backbone: Backbone) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 Plain data, so that a checkpoint can be used where nothing else of the run is there.
 """
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -63,6 +64,18 @@ def run_record_in(checkpoint: Mapping) -> RunRecord | None:
     if not all(isinstance(number, int) for number in ids):
         return None
     return RunRecord(config, dataset, metadata)
+
+
+def changed_record(record: RunRecord, keys: Mapping[str, object]) -> RunRecord:
+    """With other values for keys such as "MODEL.SW.NORM"."""
+    config = copy.deepcopy(record.config)
+    for key, value in keys.items():
+        *sections, last = key.split(".")
+        node = config
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return replace(record, config=config)
 
 
 def _plain(value: object) -> object:

@@ -50,7 +50,7 @@ def write_checkpoint(
     model: dict[str, Tensor],
     output_format: str,
     matching_heuristics: bool,
-    facts: dict[str, object] | None = None,
+    carried: dict[str, object] | None = None,
 ) -> None:
     """Write tensors by name as a checkpoint that Detectron2 loads.
 
@@ -60,7 +60,8 @@ def write_checkpoint(
         output_format: "pkl" (numpy arrays, as in Detectron2's model zoo) or "pth".
         matching_heuristics: let Detectron2 match names by their endings, so that a bare backbone
             is found in a detector. It does not rename them otherwise.
-        facts: what the weights need of a config, by key, see `facts`.
+        carried: what it says beside its tensors: under "config" what these need of a config, see
+            `facts`, and under "run" what is known of their run, see `run_record`.
 
     Raises:
         UserError: the tensors do not fit the format, or the disk is full; no file is left.
@@ -73,7 +74,7 @@ def write_checkpoint(
         "model": {name: tensor.contiguous() for name, tensor in model.items()},
         "__author__": "sw_detectron",
         "matching_heuristics": matching_heuristics,
-        FACTS_KEY: {"config": facts or {}},
+        FACTS_KEY: carried or {"config": {}},
     }
     if output_format == "pth":
         save_pth(contents, path)
