@@ -189,7 +189,9 @@ def tiny_conversion(tmp_path_factory):
     path = saved(torchvision.models.resnet50().state_dict(), folder / "resnet50.pth")
     conversion = convert_checkpoint(path)
     for ending in ("pkl", "pth"):
-        write_checkpoint(folder / f"sw.{ending}", conversion.model, ending, True, conversion.carried)
+        write_checkpoint(
+            folder / f"sw.{ending}", conversion.model, ending, True, conversion.carried
+        )
     return folder
 
 

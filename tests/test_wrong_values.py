@@ -1,18 +1,22 @@
 """Config values that cannot work: one line that names the key, before anything is written."""
 
 import http.server
-import importlib
 import os
+import re
 import socket
 import threading
 
 import pytest
 import torch
+from detectron2.data import Metadata
 from helpers.runs import SHAPES, TINY, refuse
 from torch import nn
 
 from sw_detectron import UserError
+from sw_detectron.checkpoint import reading
 from sw_detectron.engine import load_config
+from sw_detectron.engine.carried import carried_metadata
+from sw_detectron.engine.prediction import Predictor
 from sw_detectron.engine.values import CHOICES, LOWEST, LOWEST_ALWAYS, check_values, named_by_key
 
 RETINANET = """
@@ -174,8 +178,7 @@ def test_weights_behind_a_url_that_does_not_answer(
     capsys, tmp_path, monkeypatch, url, silent, kind
 ):
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    setup = importlib.import_module("sw_detectron.engine.setup")  # not the function of that name
-    monkeypatch.setattr(setup, "_URL_TIMEOUT", 0.5)
+    monkeypatch.setattr(reading, "URL_TIMEOUT", 0.5)
     address = {
         "closed": f"http://127.0.0.1:{closed_port()}/weights.pth",
         "missing": url,
@@ -186,6 +189,12 @@ def test_weights_behind_a_url_that_does_not_answer(
     message = refuse(capsys, *arguments)
     assert "MODEL.WEIGHTS" in message and address in message, message
     assert not folder.exists()
+    for use in (
+        lambda: carried_metadata(address),
+        lambda: Predictor(load_config(SHAPES, []), Metadata(name="")).load(address),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"{address}' cannot be fetched")):
+            use()
     assert socket.getdefaulttimeout() is None
 
 

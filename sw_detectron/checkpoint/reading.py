@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import socket
 import struct
 import warnings
 import zipfile
@@ -18,14 +19,18 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from detectron2.utils.file_io import PathManager
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 
 # Where a training checkpoint or a published one keeps the weights among other things.
 WEIGHTS_KEYS = ("model", "state_dict", "blobs")
+
+URL_TIMEOUT = 30
+"""Seconds that a server may be silent."""
 
 # Tensors can share storage, so there may be more of them than bytes; but not without bound.
 MAX_EXPANSION = 8
@@ -50,6 +55,22 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Tensor]:
         UserError: there is no such file, or it is not a readable checkpoint. No code of it has run.
     """
     return weights_in(read_file(path), path)[0]
+
+
+def fetched(path: str) -> str:
+    """The path of a local file, or of the local copy of one behind a URL.
+
+    Raises:
+        UserError: the server, or the network, does not give it.
+    """
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(URL_TIMEOUT)
+    try:
+        return PathManager.get_local_path(path)
+    except Exception as error:  # of the network, of the server, of the cache's folder
+        raise UserError(f"{path!r} cannot be fetched: {one_line(error)}") from None
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def read_file(path: str | os.PathLike) -> dict:

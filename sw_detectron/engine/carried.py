@@ -6,9 +6,8 @@ from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
-from detectron2.utils.file_io import PathManager
 
-from ..checkpoint.reading import read_file
+from ..checkpoint.reading import fetched, read_file
 from ..checkpoint.run_record import RunRecord, run_record_in
 from ..errors import UserError, one_line
 
@@ -58,11 +57,11 @@ def carried_metadata(weights: str) -> Metadata:
 
 
 def _record(weights: str) -> RunRecord:
+    path = fetched(weights) if "://" in weights else weights
     try:
-        path = PathManager.get_local_path(weights)
         return _read_record(weights, path, os.stat(path).st_mtime_ns)
-    except FileNotFoundError:
-        raise UserError(f"weights {weights!r} do not exist") from None
+    except OSError as error:
+        raise UserError(f"weights {weights!r}: {error.strerror}") from None
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 
 from ..checkpoint import Checkpointer
+from ..checkpoint.reading import fetched
 from ..data.media import (
     ImageFile,
     UnreadableMedia,
@@ -143,7 +144,9 @@ class Predictor:
         """
         if not weights:
             raise UserError("no weights: give --weights FILE")
-        if "://" not in weights and not os.path.isfile(weights):
+        if "://" in weights:
+            fetched(weights)  # with a time limit; what is loaded is its copy
+        elif not os.path.isfile(weights):
             raise UserError(f"weights {weights!r} do not exist")
         Checkpointer(self._predict.model, cfg=self._cfg).load(weights)
 

@@ -3,18 +3,17 @@
 import argparse
 import logging
 import os
-import socket
 
 import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.engine import default_argument_parser, default_setup
 from detectron2.modeling import build_model
 from detectron2.utils import comm
-from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 from torch import nn
 
 from ..checkpoint import Checkpointer
+from ..checkpoint.reading import fetched
 from ..cli import add_config_argument, make_parser
 from ..config import add_sw_config, default_output_dir, find_config, keys_of, keys_of_user
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
@@ -26,8 +25,6 @@ from .schedule import epochs_to_iterations
 from .values import check_output_folder, check_values, named_by_key
 
 logger = logging.getLogger(__name__)
-
-_URL_TIMEOUT = 30  # seconds that a server may be silent
 
 
 def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
@@ -187,15 +184,9 @@ def check_weights(key: str, path: str, output_dir: str, resume: bool) -> None:
         return
     remedy = f"give another file, or an empty {key} to train from scratch"
     if "://" in path:
-        before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(_URL_TIMEOUT)
         try:
-            path = PathManager.get_local_path(path)
-        except Exception as error:  # of the network, of the server, of the cache's folder
-            raise UserError(
-                f"{key} {path!r} cannot be fetched: {one_line(error)}; {remedy}"
-            ) from None
-        finally:
-            socket.setdefaulttimeout(before)
+            path = fetched(path)
+        except UserError as error:
+            raise UserError(f"{key} {error}; {remedy}") from None
     if path and not os.path.isfile(path):
         raise UserError(f"{key} {path!r} does not exist; {remedy}")
