@@ -17,6 +17,7 @@ from sw_detectron import UserError, add_sw_config
 from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.checkpoint.convert import convert_checkpoint
 from sw_detectron.checkpoint.facts import contradictions, facts_in, facts_of
+from sw_detectron.checkpoint.model_facts import facts_of_model
 from sw_detectron.checkpoint.writing import write_checkpoint
 from sw_detectron.engine import load_config, load_model
 from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
@@ -43,6 +44,10 @@ def make_cfg(**keys):
     overrides = {key.replace("__", "."): value for key, value in keys.items()}
     cfg.merge_from_list([part for item in (base | overrides).items() for part in item])
     return cfg
+
+
+def facts_of_cfg(**keys):
+    return facts_of(make_cfg(**keys))
 
 
 def warned(caplog):
@@ -213,8 +218,8 @@ def test_a_converted_checkpoint_says_what_it_needs(tiny_conversion, caplog, endi
 @pytest.mark.parametrize("overrides, words, needed", CASES)
 def test_every_contradiction_is_named_by_its_key(tiny_conversion, overrides, words, needed):
     facts = facts_in(torch.load(tiny_conversion / "sw.pth"))
-    assert not contradictions(facts, make_cfg())
-    (line,) = contradictions(facts, make_cfg(**overrides))
+    assert not contradictions(facts, facts_of_cfg())
+    (line,) = contradictions(facts, facts_of_cfg(**overrides))
     assert re.match(words, line) and needed in line.split("made for")[1] and "\n" not in line
 
 
@@ -230,24 +235,24 @@ def test_every_contradiction_is_named_by_its_key(tiny_conversion, overrides, wor
 )
 def test_other_words_for_the_same_fit(tiny_conversion, overrides):
     facts = facts_in(torch.load(tiny_conversion / "sw.pth"))
-    assert not contradictions(facts, make_cfg(**overrides))
+    assert not contradictions(facts, facts_of_cfg(**overrides))
 
 
 def test_layers_by_number_and_without_sw():
     facts = {"MODEL.SW.LAYERS": [1, 3]}
-    assert not contradictions(facts, make_cfg(MODEL__SW__LAYERS=[3, 1]))
-    (line,) = contradictions(facts, make_cfg())
+    assert not contradictions(facts, facts_of_cfg(MODEL__SW__LAYERS=[3, 1]))
+    (line,) = contradictions(facts, facts_of_cfg())
     assert line.startswith("MODEL.SW.PLACEMENT is imagenet") and "[1, 3]" in line
     without = {"MODEL.SW.PLACEMENT": "none", "MODEL.SW.LAYERS": [], "MODEL.SW.NUM_PERGROUP": 4}
-    assert not contradictions(without, make_cfg(MODEL__SW__PLACEMENT="none"))
+    assert not contradictions(without, facts_of_cfg(MODEL__SW__PLACEMENT="none"))
     for overrides in ({}, {"MODEL__SW__LAYERS": [1]}):
-        (line,) = contradictions(without, make_cfg(**overrides))
+        (line,) = contradictions(without, facts_of_cfg(**overrides))
         assert "but the weights were made for none" in line
 
 
 def test_the_stride_of_blocks_without_a_1x1_convolution_is_free():
     facts = {"MODEL.RESNETS.STRIDE_IN_1X1": False}
-    assert not contradictions(facts, make_cfg(MODEL__RESNETS__STRIDE_IN_1X1=True, **R18))
+    assert not contradictions(facts, facts_of_cfg(MODEL__RESNETS__STRIDE_IN_1X1=True, **R18))
 
 
 def test_torchvisions_weights_by_detectron2s_own_script():
@@ -266,7 +271,45 @@ def test_a_run_says_what_its_weights_need(tmp_path, caplog):
     other = make_cfg(MODEL__SW__NORM="SWb", MODEL__PIXEL_STD=[1.0, 1.0, 1.0])
     Checkpointer(nn.Linear(2, 2), cfg=other).load(path)
     assert [line.split(" is ")[0] for line in warned(caplog)] == ["MODEL.PIXEL_STD"]
-    Checkpointer(nn.Linear(2, 2)).load(path)  # without a config there is nothing to say
+
+
+SMALL_BLOCKS = {"MODEL__RESNETS__RES2_OUT_CHANNELS": 32, "MODEL__RESNETS__STEM_OUT_CHANNELS": 32}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"MODEL__RESNETS__STRIDE_IN_1X1": True, "MODEL__SW__NORM": "SWb"},
+        {"MODEL__SW__NUM_PERGROUP": 8, "MODEL__SW__WHITENING": "eigh"},
+        {"MODEL__SW__LAYERS": [1, 3], "MODEL__SW__TIE_WEIGHT": True},
+        {"MODEL__SW__PLACEMENT": "none"},
+    ],
+)
+def test_a_model_shows_what_its_config_says(overrides):
+    cfg = make_cfg(**overrides, **SMALL_BLOCKS)
+    shown = facts_of_model(build_backbone(cfg, ShapeSpec(channels=3)))
+    assert not contradictions(shown, facts_of(cfg))
+    assert not contradictions(facts_of(cfg), shown)
+    name = "none" if "MODEL__SW__PLACEMENT" in overrides else "imagenet"
+    assert shown.get("MODEL.SW.PLACEMENT") == (None if "MODEL__SW__LAYERS" in overrides else name)
+    other = facts_of_cfg(MODEL__RESNETS__STRIDE_IN_1X1=not cfg.MODEL.RESNETS.STRIDE_IN_1X1)
+    assert "STRIDE_IN_1X1" in contradictions(other, shown)[0]
+
+
+def test_models_without_a_config_are_warned_of_too(tiny_conversion, tmp_path, caplog):
+    """Such as those of Python configs."""
+    backbone = build_backbone(make_cfg(MODEL__SW__NUM_PERGROUP=8), ShapeSpec(channels=3))
+    backbone.input_format = "BGR"
+    Checkpointer(backbone).load(str(tiny_conversion / "sw.pth"))
+    assert [line.split(",")[0] for line in warned(caplog) if "made for" in line] == [
+        "INPUT.FORMAT is BGR",
+        "MODEL.SW.NUM_PERGROUP is 8",
+    ]
+    Checkpointer(backbone, str(tmp_path)).save("model_final")
+    facts = facts_in(torch.load(tmp_path / "model_final.pth"))
+    assert facts["MODEL.SW.LAYERS"] == [1, 6, 12, 18, 24, 30, 36]
+    assert facts["MODEL.SW.STATISTICS"] == ["bw", "iw"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import UserError
 from ..files import written_whole
 from .facts import FACTS_KEY, contradictions, facts_in, facts_of, facts_of_source
+from .model_facts import facts_of_model
 from .reading import read_file, weights_in
 from .run_record import run_record
 from .sources import find_backbone, plain_name, without_wrappers
@@ -24,8 +25,8 @@ class Checkpointer(DetectionCheckpointer):
 
     Args:
         model, save_dir, kwargs: as in Detectron2.
-        cfg: the run's config, which the checkpoints that are loaded are to fit; None if there is
-            none.
+        cfg: the run's config, which the checkpoints that are loaded are to fit, and which those
+            that are saved carry; None if there is none, and the model has to show what it can.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class Checkpointer(DetectionCheckpointer):
         super().__init__(model, save_dir, **kwargs)
         self._cfg = cfg
 
+    def _facts(self) -> dict[str, object]:
+        return facts_of_model(self.model) if self._cfg is None else facts_of(self._cfg)
+
     def save(self, name: str, **kwargs) -> None:
         """Write `name`.pth and, if training can continue from it, the name of the last checkpoint,
         each whole or not at all."""
@@ -41,9 +45,9 @@ class Checkpointer(DetectionCheckpointer):
             return
         data = {"model": self.model.state_dict()}
         data |= {key: value.state_dict() for key, value in self.checkpointables.items()}
+        data[FACTS_KEY] = {"config": self._facts()}
         if self._cfg is not None:
-            run = dataclasses.asdict(run_record(self._cfg))
-            data[FACTS_KEY] = {"config": facts_of(self._cfg), "run": run}
+            data[FACTS_KEY]["run"] = dataclasses.asdict(run_record(self._cfg))
         path = os.path.join(self.save_dir, f"{name}.pth")
         self.logger.info(f"Saving checkpoint to {path}")
         save_pth(data | kwargs, path)
@@ -78,9 +82,8 @@ class Checkpointer(DetectionCheckpointer):
             self._parsed_url_during_load = None  # so that another file can be tried
 
     def _load_model(self, checkpoint: dict):
-        if self._cfg is not None:
-            for line in contradictions(facts_in(checkpoint), self._cfg):
-                self.logger.warning(line)
+        for line in contradictions(facts_in(checkpoint), self._facts()):
+            self.logger.warning(line)
         own_names = self.model.state_dict().keys()
         if not _is_classifier(checkpoint["model"]) or _is_classifier(own_names):
             return super()._load_model(checkpoint)

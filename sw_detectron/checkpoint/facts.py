@@ -75,53 +75,55 @@ def facts_of(cfg: CfgNode) -> dict[str, object]:
     return {key: KEYS[key](_value(cfg, key)) for key in keys}
 
 
-def contradictions(facts: Mapping[str, object], cfg: CfgNode) -> list[str]:
-    """A line for each key of a config that is not what the weights need.
+def contradictions(facts: Mapping[str, object], used: Mapping[str, object]) -> list[str]:
+    """A line for each key that is not what the weights need.
 
     Args:
         facts: from `facts_in`; keys that are not there are unknown, and fit.
-        cfg: with the package's keys. Those of MODEL.SW count if its backbone reads them.
+        used: those of the model that takes the weights, from `facts_of` or `facts_of_model`.
     """
     keys = [*NETWORK_KEYS]
-    if cfg.MODEL.RESNETS.DEPTH in (18, 34):
+    if used.get("MODEL.RESNETS.DEPTH") in (18, 34):
         keys.remove("MODEL.RESNETS.STRIDE_IN_1X1")  # their blocks have no 1x1 convolution
-    placed = _has_sw_keys(cfg) and _layers_differ(facts, cfg)
+    has_placement = "MODEL.SW.LAYERS" in used
+    placed = _layers_differ(facts, used) if has_placement else ""
     lines = [placed] if placed else []
-    if _has_sw_keys(cfg) and not placed and facts.get("MODEL.SW.PLACEMENT") != "none":
+    if has_placement and not placed and facts.get("MODEL.SW.PLACEMENT") != "none":
         keys += LAYER_KEYS
-        lines += _sets_differ(facts, cfg)
-    differing = [key for key in keys if key in facts and not _equal(_value(cfg, key), facts[key])]
-    return [_line(key, _value(cfg, key), facts[key]) for key in differing] + lines
+        lines += _sets_differ(facts, used)
+    shared = [key for key in keys if key in facts and key in used]
+    differing = [key for key in shared if not _equal(used[key], facts[key])]
+    return [_line(key, used[key], facts[key]) for key in differing] + lines
 
 
 def _line(key: str, value: object, needed: object) -> str:
     return f"{key} is {value}, but the weights were made for {needed}"
 
 
-def _layers_differ(facts: Mapping[str, object], cfg: CfgNode) -> str:
+def _layers_differ(facts: Mapping[str, object], used: Mapping[str, object]) -> str:
     """The line about the placement; "" if it fits, as far as is known."""
     name, numbers = facts.get("MODEL.SW.PLACEMENT"), facts.get("MODEL.SW.LAYERS")
-    layers = list(cfg.MODEL.SW.LAYERS)
+    layers, placement = used["MODEL.SW.LAYERS"], used.get("MODEL.SW.PLACEMENT")
     needed = numbers if name is None else name
     if layers:
         known = numbers or name == "none"
         fits = not known or set(layers) == set(numbers or [])
         return "" if fits else _line("MODEL.SW.LAYERS", layers, needed)
-    fits = needed is None or name == cfg.MODEL.SW.PLACEMENT
-    return "" if fits else _line("MODEL.SW.PLACEMENT", cfg.MODEL.SW.PLACEMENT, needed)
+    fits = needed is None or name == placement
+    return "" if fits else _line("MODEL.SW.PLACEMENT", placement, needed)
 
 
-def _sets_differ(facts: Mapping[str, object], cfg: CfgNode) -> list[str]:
+def _sets_differ(facts: Mapping[str, object], used: Mapping[str, object]) -> list[str]:
     needed = _statistics(facts.get("MODEL.SW.NORM"), facts.get("MODEL.SW.STATISTICS"))
     if not needed:
         return []
-    norm, chosen = cfg.MODEL.SW.NORM, cfg.MODEL.SW.STATISTICS
-    used = _statistics(norm, chosen)
-    if set(used) == set(needed):
+    norm, chosen = used.get("MODEL.SW.NORM", ""), used["MODEL.SW.STATISTICS"]
+    statistics = _statistics(norm, chosen)
+    if set(statistics) == set(needed):
         return []
     if chosen:
-        return [_line("MODEL.SW.STATISTICS", list(used), list(needed))]
-    of_norm = f" ({', '.join(used)})" if used else ""
+        return [_line("MODEL.SW.STATISTICS", list(statistics), list(needed))]
+    of_norm = f" ({', '.join(statistics)})" if statistics else ""
     return [_line("MODEL.SW.NORM", f"{norm}{of_norm}", ", ".join(needed))]
 
 

@@ -1,0 +1,44 @@
+"""What weights need, as a model shows it that no config of keys describes: see `facts`."""
+
+from detectron2.modeling import ResNet
+from detectron2.modeling.backbone.resnet import BottleneckBlock
+from torch import Tensor, nn
+
+from ..layers import SwitchWhiten2d
+from ..modeling.placement import PLACEMENTS, norm_of, numbered_convs, place
+
+
+def facts_of_model(model: nn.Module) -> dict[str, object]:
+    """The facts about the input of a Detectron2 model, and about its ResNet, if it has one."""
+    facts = {}
+    if isinstance(getattr(model, "input_format", None), str):
+        facts["INPUT.FORMAT"] = model.input_format
+    for name in ("pixel_mean", "pixel_std"):
+        if isinstance(getattr(model, name, None), Tensor):
+            facts[f"MODEL.{name.upper()}"] = getattr(model, name).flatten().tolist()
+    resnet = next((module for module in model.modules() if isinstance(module, ResNet)), None)
+    return facts if resnet is None else facts | _facts_of_resnet(resnet)
+
+
+def _facts_of_resnet(resnet: ResNet) -> dict[str, object]:
+    facts = {}
+    for block in resnet.modules():
+        if isinstance(block, BottleneckBlock) and block.stride > 1:
+            facts["MODEL.RESNETS.STRIDE_IN_1X1"] = block.conv1.stride[0] > 1
+    convs = numbered_convs(resnet)
+    norms = {conv.number: norm_of(resnet, conv) for conv in convs}
+    layers = {n: norm for n, norm in norms.items() if isinstance(norm, SwitchWhiten2d)}
+    facts["MODEL.SW.LAYERS"] = list(layers)
+    for name in PLACEMENTS if layers else ("none",):
+        if [conv.number for conv in place(convs, name)] == list(layers):
+            facts["MODEL.SW.PLACEMENT"] = name
+            break
+    if not layers:
+        return facts
+    layer = next(iter(layers.values()))
+    return facts | {
+        "MODEL.SW.STATISTICS": list(layer.statistics),
+        "MODEL.SW.NUM_PERGROUP": layer.num_pergroup,
+        "MODEL.SW.WHITENING": layer.whitening,
+        "MODEL.SW.TIE_WEIGHT": layer.tie_weight,
+    }
