@@ -143,8 +143,12 @@ def test_what_the_user_sets_stays(tmp_path):
     assert cfg.DATASETS.TRAIN == ("own_val",)
     file = tmp_path / "mine.yaml"
     file.write_text(f"_BASE_: {CONFIG}\nMODEL:\n  ROI_HEADS:\n    NUM_CLASSES: 80\n")
-    cfg = load_config(str(file), ["DATASETS.COCO_FOLDER", str(tmp_path)])
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 80
+    derived = tmp_path / "derived.yaml"
+    derived.write_text("_BASE_: mine.yaml\nSEED: 3\n")
+    for path in (file, derived):
+        cfg = load_config(str(path), ["DATASETS.COCO_FOLDER", str(tmp_path)])
+        assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 80
+        assert cfg.DATASETS.TRAIN == ("own_train",)
 
 
 def test_masks_as_run_lengths_want_bitmasks(tmp_path):
