@@ -29,8 +29,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def wanted(number=2, mask_format="polygon"):
-    return Wanted({"thing_classes": Classes("MODEL.ROI_HEADS.NUM_CLASSES", number)}, mask_format)
+def wanted(number=2, mask_format="polygon", filter_empty=True):
+    classes = {"thing_classes": Classes("MODEL.ROI_HEADS.NUM_CLASSES", number)}
+    return Wanted(classes, mask_format, filter_empty=filter_empty)
 
 
 def check(name, training=True, **kwargs):
@@ -184,12 +185,36 @@ def test_polygons_that_can_be_drawn_remain(folder):
     assert records[1]["annotations"][0]["segmentation"] == [good]
 
 
-def test_boxes_that_training_leaves_out_are_counted(folder, caplog):
-    kept, warning = left_out(
-        folder, caplog, lambda c: c["annotations"][2].update(bbox=[1, 2, 0, 3])
-    )
+@pytest.mark.parametrize(
+    "box",
+    [
+        *([1, 2, 0, 3], [1, 2, 3, -1]),  # without area
+        *([-9, 2, 8, 3], [WIDTH, 2, 3, 3], [2, -9, 3, 9], [2, HEIGHT + 1, 3, 3]),  # outside
+    ],
+    ids=str,
+)
+def test_boxes_that_training_leaves_out_are_counted(folder, caplog, box):
+    kept, warning = left_out(folder, caplog, lambda c: c["annotations"][2].update(bbox=box))
     assert len(kept) == 6  # as Detectron2's own mapper leaves them out
     assert "1 of 6" in warning
+
+
+@pytest.mark.parametrize("box", [[-9, 2, 10, 3], [WIDTH - 1, -3, 9, 4]], ids=str)
+def test_boxes_that_reach_into_the_image_are_trained_on(folder, caplog, box):
+    check(register_small(folder, changed(lambda c: c["annotations"][2].update(bbox=box))))
+    assert "take no part" not in caplog.text
+
+
+@pytest.mark.parametrize("training, filter_empty", [(True, True), (True, False), (False, True)])
+def test_images_without_annotations_are_there_unless_they_are_left_out(
+    folder, training, filter_empty
+):
+    image = {"id": 4, "file_name": "nowhere.png", "width": WIDTH, "height": HEIGHT}
+    name = register_small(folder, changed(lambda content: content["images"].append(image)))
+    if training and filter_empty:
+        check(name)
+    else:
+        assert "nowhere.png" in refused(name, training=training, filter_empty=filter_empty)
 
 
 def test_masks_that_are_no_polygons_want_another_format(folder):

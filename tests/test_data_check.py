@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from detectron2.data import (
     DatasetCatalog,
     DatasetMapper,
@@ -14,12 +15,13 @@ from detectron2.data import (
 )
 from detectron2.data.datasets import load_coco_json
 from detectron2.structures import BoxMode
+from detectron2.utils import comm
 from helpers.coco import HEIGHT, WIDTH, register_small, small_coco, write_images
 from helpers.runs import refuse
 from PIL import Image
 
 from sw_detectron.data.check import check_dataset
-from sw_detectron.data.sampler import ResumableTrainingSampler
+from sw_detectron.data.sampler import ResumableTrainingSampler, build_resumable_train_loader
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, launch, load_config, load_lazy_config, setup
 from sw_detectron.engine.data_check import check_data, check_datasets, check_lazy_data
@@ -463,3 +465,19 @@ def test_the_processes_share_the_sequence_from_where_it_goes_on(start):
     whole = sequence(0, 1, 0, start + 40)
     parts = [sequence(rank, 2, start, 20) for rank in (0, 1)]
     assert [index for turn in zip(*parts) for index in turn] == whole[start:]
+
+
+def test_the_workers_of_each_process_draw_numbers_of_their_own(monkeypatch):
+    drawn = []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        loader = build_resumable_train_loader(
+            dataset=[{"width": 2, "height": 1}],
+            mapper=lambda record: torch.rand(()).item(),
+            total_batch_size=1,
+            aspect_ratio_grouping=False,
+            num_workers=1,
+            seed=3,
+        )
+        drawn.append(next(iter(loader)))
+    assert drawn[0] != drawn[1] and drawn[0] == drawn[2]
