@@ -339,6 +339,18 @@ def test_warm_up_leads_into_the_schedule():
     assert rates == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_warm_up_that_is_longer_than_the_run_leads_to_its_end():
+    cfg = load_config(CONFIG, "SOLVER.MAX_ITER 10 SOLVER.WARMUP_ITERS 25".split())
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.001 * (1 - i / 10) for i in range(10)], rel=1e-9)
+
+
 # Pictures
 
 

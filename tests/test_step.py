@@ -1,7 +1,10 @@
 """A step of a task's own: several optimizers and sources of data in one run."""
 
+import itertools
 import json
+import random
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sw_detectron import SwitchWhiten2d, UserError
+from sw_detectron.engine.hooks import SeedIterations
 from sw_detectron.engine.loop import Loop, RunSettings
 
 ITERATIONS, STOP = 6, 4
@@ -137,3 +141,15 @@ def test_an_input_that_is_not_finite_names_its_layer(tmp_path):
     nn.init.constant_(step.model[0].weight, float("inf"))
     with pytest.raises(UserError, match="iteration 0: the input of 1 is not finite"):
         loop.train()
+
+
+def test_every_iteration_of_every_process_draws_numbers_of_its_own():
+    drawn = {}
+    for _ in range(2):  # and the same ones again
+        for iteration, rank in itertools.product(range(5), range(3)):
+            hook = SeedIterations(7, rank, 3)
+            hook.trainer = SimpleNamespace(iter=iteration)
+            hook.before_step()
+            number = (torch.rand(()).item(), random.random())
+            assert drawn.setdefault((iteration, rank), number) == number
+    assert len({first for first, _ in drawn.values()}) == 15
