@@ -59,6 +59,11 @@ def toy_model(*overrides):
 # The model
 
 
+def test_the_linear_layer_starts_with_a_deviation_of_a_hundredth():
+    weight = toy_model("MODEL.CLASSIFIER.NUM_CLASSES", "200").linear.weight
+    assert weight.std().item() == pytest.approx(0.01, rel=0.05)
+
+
 @pytest.mark.parametrize("channels_last", ["False", "True"])
 def test_loss_and_scores_are_those_of_the_formulas(channels_last):
     model = toy_model(
@@ -122,6 +127,15 @@ def test_errors_are_exact_and_leave_out_unreadable_images():
         "top1_error": pytest.approx(100 * (ranks[kept] >= 1).mean()),
         "top5_error": pytest.approx(100 * (ranks[kept] >= 5).mean()),
     }
+
+
+@pytest.mark.parametrize("classes, names", [(5, ["top1"]), (6, ["top1", "top5"])])
+def test_the_top5_error_is_of_more_than_five_classes(classes, names):
+    evaluator = ClassificationEvaluator()
+    labels = torch.arange(classes)
+    evaluator.process({"label": labels, "corrupt": {}}, torch.eye(classes))
+    results = evaluator.evaluate()["classification"]
+    assert results == {f"{name}_error": 0 for name in names}
 
 
 # Schedules in epochs
