@@ -116,6 +116,24 @@ def test_torch_func_grad(statistics, training):
         torch.testing.assert_close(by_func[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("statistics", SETS, ids="+".join)
+def test_torch_func_updates_the_running_values_in_training(statistics):
+    layer = make_layer(16, num_pergroup=8, statistics=statistics)
+    x = correlated(2, 16, 4, 4)
+    before = {k: v.clone() for k, v in layer.named_buffers()}
+    parameters = {k: v.detach().clone() for k, v in layer.named_parameters()}
+
+    def loss(parameters):
+        buffers = {k: v.clone() for k, v in before.items()}
+        return functional_call(layer, parameters | buffers, (x,)).sum(), buffers
+
+    _, after = grad(loss, has_aux=True)(parameters)
+    layer(x)
+    for name, buffer in layer.named_buffers():
+        assert not torch.equal(buffer, before[name])
+        torch.testing.assert_close(after[name], buffer, rtol=1e-12, atol=1e-12)
+
+
 def test_torch_func_vmap_and_jvp_in_evaluation():
     layer = make_layer(16, num_pergroup=8).eval()
     x = correlated(3, 16, 4, 4)
