@@ -156,6 +156,7 @@ def left_out(folder, caplog, change, **kwargs):
         ({"iscrowd": "no"}, "iscrowd"),
         ({"segmentation": [[1, 2, 3, 4]]}, "no mask"),
         ({"segmentation": [1, 2, 3, 4, 5, 6]}, "no mask"),
+        ({"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, "no mask"),
         ({"segmentation": [[1, 2, 3, 4, 5, math.nan]]}, "no mask"),
         ({"segmentation": [[1, 2, 3, 4, 5, 1e12]]}, "no mask"),
         ({"segmentation": {"size": [HEIGHT, WIDTH], "counts": [3, 4]}}, "no mask"),
@@ -183,6 +184,23 @@ def test_polygons_that_can_be_drawn_remain(folder):
     content = changed(lambda c: c["annotations"][2].update(segmentation=[[1, 2], good]))
     records = check(register_small(folder, content))
     assert records[1]["annotations"][0]["segmentation"] == [good]
+
+
+@pytest.mark.parametrize(
+    "segmentation, area",
+    [
+        (None, 10 * 12),  # of the box
+        ([[2, 4, 12, 4, 12, 16, 2, 16], [14, 4, 16, 4, 16, 8, 14, 8]], 10 * 12 + 2 * 4),
+        ({"size": [HEIGHT, WIDTH], "counts": [100, 50, WIDTH * HEIGHT - 150]}, 50),
+    ],
+)
+def test_areas_that_are_missing_are_those_of_the_masks_or_the_boxes(segmentation, area):
+    content = small_coco()
+    for annotation in content["annotations"]:
+        del annotation["area"]
+        annotation["segmentation"] = segmentation
+    assert not mend_coco(content, "here")
+    assert {annotation["area"] for annotation in content["annotations"]} == {area}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from helpers.coco import HEIGHT, WIDTH, register_small, small_coco, write_images
 from helpers.runs import refuse
 from PIL import Image
 
-from sw_detectron.data.check import check_dataset
+from sw_detectron.data.check import check_dataset, spread
 from sw_detectron.data.sampler import ResumableTrainingSampler, build_resumable_train_loader
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, launch, load_config, load_lazy_config, setup
@@ -358,6 +358,12 @@ def test_masks_with_all_classes_are_fine(tmp_path, warnings):
         "200",
     )
     assert warnings() == []
+
+
+def test_a_sample_is_evenly_spread():
+    assert spread(range(10), 10) == list(range(10))
+    assert spread(range(1000), 8) == list(range(0, 1000, 125))
+    assert spread("abcdefg", 3) == ["a", "c", "e"]
 
 
 def test_many_label_maps_are_sampled(tmp_path, warnings, monkeypatch):
