@@ -14,6 +14,7 @@ from helpers.classification import TINY, TOY, run_here
 from helpers.runs import PAPER, ROOT, SHAPES, refuse
 from helpers.runs import TINY as TINY_DETECTOR
 from PIL import Image
+from torch import nn
 from torchvision import datasets as torchvision_datasets
 
 from sw_detectron.checkpoint import Checkpointer
@@ -399,6 +400,18 @@ def test_a_detector_takes_every_backbone_tensor(tmp_path, caplog, norm):
     assert all(torch.equal(value, expected[key]) for key, value in taken.items())
     assert f"its backbone, {len(expected)} tensors" in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_model_without_a_pyramid_takes_every_backbone_tensor(tmp_path):
+    classifier = toy_model()
+    Checkpointer(classifier, str(tmp_path)).save("model_final")
+    model = nn.Module()
+    model.backbone = toy_model().backbone
+    model.head = nn.Linear(2, 2)
+    torch.nn.init.zeros_(model.backbone.stem.conv1.weight)
+    Checkpointer(model).load(str(tmp_path / "model_final.pth"))
+    expected = classifier.backbone.state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in model.backbone.state_dict().items())
 
 
 def test_what_does_not_fit_a_detector_is_warned_of(tmp_path, caplog):
