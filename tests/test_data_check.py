@@ -94,6 +94,14 @@ def test_a_detector_of_more_classes_is_warned_of(folder, warnings):
     assert all(word in warning for word in (name, "2 classes", "ROI_HEADS.NUM_CLASSES is 4"))
 
 
+def test_images_without_annotations_are_looked_at_if_the_config_trains_on_them(folder):
+    content, key = small_coco(), "DATALOADER.FILTER_EMPTY_ANNOTATIONS"
+    content["images"].append({"id": 4, "file_name": "nowhere.png", "width": 32, "height": 24})
+    name = register_small(folder, content)
+    check(MASK_RCNN, (name,), (), key, "True")
+    assert "nowhere.png" in refused(MASK_RCNN, (name,), (), key, "False")
+
+
 def panoptic(folder, semantic_classes):
     """Records of objects and label maps, registered as COCO's panoptic sets are."""
     path = folder / f"{register_small(folder, small_coco())}.json"
