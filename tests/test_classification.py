@@ -156,6 +156,16 @@ def test_epochs_become_iterations():
     assert epochs_to_iterations(load_config(PAPER, []), []) == ""
 
 
+def test_an_epoch_is_all_images_of_all_data_sets():
+    for name, images in (("three hundred", 300), ("five hundred", 500)):
+        if name not in DatasetCatalog.list():
+            DatasetCatalog.register(name, lambda images=images: range(images))
+    options = ["DATASETS.TRAIN", "('three hundred', 'five hundred')", "SOLVER.IMS_PER_BATCH", "8"]
+    cfg = load_config("classification_R50_SW_100e.yaml", options)
+    epochs_to_iterations(cfg, [])
+    assert cfg.SOLVER.MAX_ITER == 100 * (300 + 500) // 8
+
+
 def test_a_key_that_epochs_would_replace_is_one_clear_line(capsys, tmp_path, generated):
     arguments = ["--config", TOY, "OUTPUT_DIR", str(tmp_path / "run")]
     message = refuse(capsys, *arguments, "SOLVER.MAX_ITER", "7")

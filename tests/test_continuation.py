@@ -13,7 +13,7 @@ from torch import nn
 
 from sw_detectron import SwitchWhiten2d, add_sw_config
 from sw_detectron.checkpoint import Checkpointer
-from sw_detectron.engine.continuation import differences, flatten, run_facts
+from sw_detectron.engine.continuation import differences, flatten, parameter_names, run_facts
 from sw_detectron.engine.hooks import BestCheckpointer
 from sw_detectron.engine.loop import Loop, RunSettings
 from sw_detectron.engine.optimizer import build_lr_scheduler, build_optimizer
@@ -224,6 +224,16 @@ def test_facts_are_plain_data():
         "a.d.e": "Linear",
         "f.g": "test_facts_are_plain_data.<locals>.<lambda>",
     }
+
+
+def test_parameters_have_one_name_in_one_process_and_in_several():
+    model = nn.Linear(2, 3)
+    optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    parallel = nn.Module()
+    parallel.module = model
+    for whole in (model, parallel):
+        names = parameter_names(whole, optimizers)["optimizer"]["parameters"]
+        assert names == [["weight", [3, 2]], ["bias", [3]]]
 
 
 # ---- the best checkpoint of a classifier
