@@ -22,7 +22,7 @@ from sw_detectron.benchmark.drawing import growth_figure, ratio_figure
 from sw_detectron.benchmark.host import benchmark_host, count_operators
 from sw_detectron.benchmark.models import MODELS, benchmark_models
 from sw_detectron.benchmark.operations import Growth, count_operations, measure_growth
-from sw_detectron.benchmark.results import Result, write_results
+from sw_detectron.benchmark.results import Result, results_table, write_results
 from sw_detectron.benchmark.timing import (
     Timing,
     peak_bytes,
@@ -247,6 +247,13 @@ def test_results_are_written_with_their_machine(tmp_path):
         "ratio_low": 27.0,
         "ratio_high": 36.0,
     }
+
+
+def test_the_table_has_two_decimals():
+    timings = {"forward": Timing(1.284, 1.126, 0.994, 2.0)}
+    result = Result("2x32x6x6", "contiguous", "GN", timings, {"kept_per_input": 1.076}, 17)
+    row = results_table([result]).splitlines()[-1]
+    assert row.split() == "2x32x6x6 contiguous GN 1.28 1.13 (0.99 to 2.00) 17 1.08".split()
 
 
 def test_command_line(tmp_path):

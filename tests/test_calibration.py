@@ -290,8 +290,9 @@ def test_a_classifier_is_calibrated_with_what_its_loader_gives():
         calibrate(model, [normalized], 3)
 
 
+@pytest.mark.parametrize("folded", [True, False], ids=["folded", "not folded"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["FrozenBN", "BN"])
-def test_unfusing_finds_the_statistics_and_computes_the_same(frozen):
+def test_unfusing_finds_the_statistics_and_computes_the_same(frozen, folded):
     norm = FrozenBatchNorm2d if frozen else nn.BatchNorm2d
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -301,6 +302,9 @@ def test_unfusing_finds_the_statistics_and_computes_the_same(frozen):
         for layer in (net[1], net[4]):
             layer.weight.normal_()
             layer.bias.normal_()
+            if not folded:
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 2)
     batches = [batch.float() for batch in make_batches()]
     net.train()
     probe = torch.randn(4, 3, 20, 21)

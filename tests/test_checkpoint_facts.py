@@ -174,6 +174,7 @@ def test_what_is_not_there_or_does_not_answer_is_one_line(tmp_path):
 CASES = [
     ({"INPUT__FORMAT": "BGR"}, "INPUT.FORMAT is BGR", "RGB"),
     ({"MODEL__PIXEL_MEAN": [103.53, 116.28, 123.675]}, "MODEL.PIXEL_MEAN", "123.675, 116.28"),
+    ({"MODEL__PIXEL_MEAN": [123.675, 116.779, 103.53]}, "MODEL.PIXEL_MEAN", "116.28"),
     ({"MODEL__PIXEL_STD": [1.0, 1.0, 1.0]}, "MODEL.PIXEL_STD", "58.395"),
     ({"MODEL__RESNETS__STRIDE_IN_1X1": True}, "MODEL.RESNETS.STRIDE_IN_1X1 is True", "False"),
     ({"MODEL__RESNETS__DEPTH": 101}, "MODEL.RESNETS.DEPTH is 101", "50"),

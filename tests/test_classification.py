@@ -14,6 +14,7 @@ from helpers.classification import TINY, TOY, run_here
 from helpers.runs import PAPER, ROOT, SHAPES, refuse
 from helpers.runs import TINY as TINY_DETECTOR
 from PIL import Image
+from torch import nn
 from torchvision import datasets as torchvision_datasets
 
 from sw_detectron.checkpoint import Checkpointer
@@ -57,6 +58,11 @@ def toy_model(*overrides):
 
 
 # The model
+
+
+def test_the_linear_layer_starts_with_a_deviation_of_a_hundredth():
+    weight = toy_model("MODEL.CLASSIFIER.NUM_CLASSES", "200").linear.weight
+    assert weight.std().item() == pytest.approx(0.01, rel=0.05)
 
 
 @pytest.mark.parametrize("channels_last", ["False", "True"])
@@ -124,6 +130,15 @@ def test_errors_are_exact_and_leave_out_unreadable_images():
     }
 
 
+@pytest.mark.parametrize("classes, names", [(5, ["top1"]), (6, ["top1", "top5"])])
+def test_the_top5_error_is_of_more_than_five_classes(classes, names):
+    evaluator = ClassificationEvaluator()
+    labels = torch.arange(classes)
+    evaluator.process({"label": labels, "corrupt": {}}, torch.eye(classes))
+    results = evaluator.evaluate()["classification"]
+    assert results == {f"{name}_error": 0 for name in names}
+
+
 # Schedules in epochs
 
 
@@ -139,6 +154,16 @@ def test_epochs_become_iterations():
     assert (cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD) == (5005, 5005)
     assert all(word in table for word in ("SOLVER.EPOCHS", "100", "500456", "150137, 300274"))
     assert epochs_to_iterations(load_config(PAPER, []), []) == ""
+
+
+def test_an_epoch_is_all_images_of_all_data_sets():
+    for name, images in (("three hundred", 300), ("five hundred", 500)):
+        if name not in DatasetCatalog.list():
+            DatasetCatalog.register(name, lambda images=images: range(images))
+    options = ["DATASETS.TRAIN", "('three hundred', 'five hundred')", "SOLVER.IMS_PER_BATCH", "8"]
+    cfg = load_config("classification_R50_SW_100e.yaml", options)
+    epochs_to_iterations(cfg, [])
+    assert cfg.SOLVER.MAX_ITER == 100 * (300 + 500) // 8
 
 
 def test_a_key_that_epochs_would_replace_is_one_clear_line(capsys, tmp_path, generated):
@@ -385,6 +410,18 @@ def test_a_detector_takes_every_backbone_tensor(tmp_path, caplog, norm):
     assert all(torch.equal(value, expected[key]) for key, value in taken.items())
     assert f"its backbone, {len(expected)} tensors" in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_model_without_a_pyramid_takes_every_backbone_tensor(tmp_path):
+    classifier = toy_model()
+    Checkpointer(classifier, str(tmp_path)).save("model_final")
+    model = nn.Module()
+    model.backbone = toy_model().backbone
+    model.head = nn.Linear(2, 2)
+    torch.nn.init.zeros_(model.backbone.stem.conv1.weight)
+    Checkpointer(model).load(str(tmp_path / "model_final.pth"))
+    expected = classifier.backbone.state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in model.backbone.state_dict().items())
 
 
 def test_what_does_not_fit_a_detector_is_warned_of(tmp_path, caplog):

@@ -29,8 +29,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def wanted(number=2, mask_format="polygon"):
-    return Wanted({"thing_classes": Classes("MODEL.ROI_HEADS.NUM_CLASSES", number)}, mask_format)
+def wanted(number=2, mask_format="polygon", filter_empty=True):
+    classes = {"thing_classes": Classes("MODEL.ROI_HEADS.NUM_CLASSES", number)}
+    return Wanted(classes, mask_format, filter_empty=filter_empty)
 
 
 def check(name, training=True, **kwargs):
@@ -155,6 +156,7 @@ def left_out(folder, caplog, change, **kwargs):
         ({"iscrowd": "no"}, "iscrowd"),
         ({"segmentation": [[1, 2, 3, 4]]}, "no mask"),
         ({"segmentation": [1, 2, 3, 4, 5, 6]}, "no mask"),
+        ({"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, "no mask"),
         ({"segmentation": [[1, 2, 3, 4, 5, math.nan]]}, "no mask"),
         ({"segmentation": [[1, 2, 3, 4, 5, 1e12]]}, "no mask"),
         ({"segmentation": {"size": [HEIGHT, WIDTH], "counts": [3, 4]}}, "no mask"),
@@ -184,12 +186,53 @@ def test_polygons_that_can_be_drawn_remain(folder):
     assert records[1]["annotations"][0]["segmentation"] == [good]
 
 
-def test_boxes_that_training_leaves_out_are_counted(folder, caplog):
-    kept, warning = left_out(
-        folder, caplog, lambda c: c["annotations"][2].update(bbox=[1, 2, 0, 3])
-    )
+@pytest.mark.parametrize(
+    "segmentation, area",
+    [
+        (None, 10 * 12),  # of the box
+        ([[2, 4, 12, 4, 12, 16, 2, 16], [14, 4, 16, 4, 16, 8, 14, 8]], 10 * 12 + 2 * 4),
+        ({"size": [HEIGHT, WIDTH], "counts": [100, 50, WIDTH * HEIGHT - 150]}, 50),
+    ],
+)
+def test_areas_that_are_missing_are_those_of_the_masks_or_the_boxes(segmentation, area):
+    content = small_coco()
+    for annotation in content["annotations"]:
+        del annotation["area"]
+        annotation["segmentation"] = segmentation
+    assert not mend_coco(content, "here")
+    assert {annotation["area"] for annotation in content["annotations"]} == {area}
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        *([1, 2, 0, 3], [1, 2, 3, -1]),  # without area
+        *([-9, 2, 8, 3], [WIDTH, 2, 3, 3], [2, -9, 3, 9], [2, HEIGHT + 1, 3, 3]),  # outside
+    ],
+    ids=str,
+)
+def test_boxes_that_training_leaves_out_are_counted(folder, caplog, box):
+    kept, warning = left_out(folder, caplog, lambda c: c["annotations"][2].update(bbox=box))
     assert len(kept) == 6  # as Detectron2's own mapper leaves them out
     assert "1 of 6" in warning
+
+
+@pytest.mark.parametrize("box", [[-9, 2, 10, 3], [WIDTH - 1, -3, 9, 4]], ids=str)
+def test_boxes_that_reach_into_the_image_are_trained_on(folder, caplog, box):
+    check(register_small(folder, changed(lambda c: c["annotations"][2].update(bbox=box))))
+    assert "take no part" not in caplog.text
+
+
+@pytest.mark.parametrize("training, filter_empty", [(True, True), (True, False), (False, True)])
+def test_images_without_annotations_are_there_unless_they_are_left_out(
+    folder, training, filter_empty
+):
+    image = {"id": 4, "file_name": "nowhere.png", "width": WIDTH, "height": HEIGHT}
+    name = register_small(folder, changed(lambda content: content["images"].append(image)))
+    if training and filter_empty:
+        check(name)
+    else:
+        assert "nowhere.png" in refused(name, training=training, filter_empty=filter_empty)
 
 
 def test_masks_that_are_no_polygons_want_another_format(folder):

@@ -1,6 +1,7 @@
 """A run that is resumed with other values: they hold, and the log says so."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from test_step import make_loop
 from torch import nn
 
 from sw_detectron import SwitchWhiten2d, add_sw_config
-from sw_detectron.engine.continuation import differences, flatten, run_facts
+from sw_detectron.checkpoint import Checkpointer
+from sw_detectron.engine.continuation import differences, flatten, parameter_names, run_facts
+from sw_detectron.engine.hooks import BestCheckpointer
 from sw_detectron.engine.loop import Loop, RunSettings
 from sw_detectron.engine.optimizer import build_lr_scheduler, build_optimizer
 from sw_detectron.engine.step import MixedPrecisionStep, SupervisedStep
@@ -223,6 +226,16 @@ def test_facts_are_plain_data():
     }
 
 
+def test_parameters_have_one_name_in_one_process_and_in_several():
+    model = nn.Linear(2, 3)
+    optimizers = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    parallel = nn.Module()
+    parallel.module = model
+    for whole in (model, parallel):
+        names = parameter_names(whole, optimizers)["optimizer"]["parameters"]
+        assert names == [["weight", [3, 2]], ["bias", [3]]]
+
+
 # ---- the best checkpoint of a classifier
 
 
@@ -264,3 +277,15 @@ def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path, monkeypatch):
     assert best(tmp_path)["best"]["value"] == 10.0
     run([50.0])  # not resumed: another run
     assert best(tmp_path)["best"]["value"] == 50.0
+
+
+@pytest.mark.parametrize("iteration, stays", [(3, True), (4, True), (5, False)])
+def test_a_best_value_of_iterations_that_are_done_again_is_void(tmp_path, iteration, stays):
+    value = {"metric": "bbox/AP", "value": 40.0, "iteration": iteration}
+    torch.save({"model": {}, "best": value}, tmp_path / "model_best.pth")
+    checkpointer = Checkpointer(nn.Linear(1, 1), str(tmp_path))
+    hook = BestCheckpointer(10, checkpointer, "bbox/AP")
+    hook.trainer = SimpleNamespace(start_iter=4)
+    hook.before_train()
+    assert hook.best_metric == (40.0 if stays else None)
+    assert hook.best_iter == (iteration if stays else None)

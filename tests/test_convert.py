@@ -382,6 +382,23 @@ def test_folded_bn_is_said(caffe2_pickle):
     assert [note for note in result.notes if "--calibrate" in note and "unknown" in note]
 
 
+@pytest.mark.parametrize(
+    "variance, kind", [(1, "Caffe2"), (1 - 1e-5, "Caffe2"), (1.001, "torchvision")]
+)
+def test_norms_are_folded_where_all_variances_are_one(tmp_path, variance, kind):
+    """To the rounding, also where FrozenBN's ε has been taken off."""
+    cfg = sw_cfg()
+    cfg.MODEL.SW.PLACEMENT = "none"
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    state = build_backbone(cfg, ShapeSpec(channels=3)).state_dict()
+    for name, tensor in state.items():
+        if name.endswith("running_var"):
+            tensor.fill_(variance)
+    torch.save(state, tmp_path / "R-18.pth")
+    result = convert_checkpoint(tmp_path / "R-18.pth")
+    assert [note for note in result.notes if f"taken to be {kind}'s" in note]
+
+
 def test_caffe2s_resnext_strides_in_the_3x3_and_scales_pixels(tmp_path):
     """As Detectron2's model zoo says of X-101-32x8d.pkl."""
     blobs = caffe2_blobs(groups=32, width=128)
@@ -489,6 +506,27 @@ def test_cifar_checkpoint(tmp_path):
     result = convert_checkpoint(tmp_path / "cifar.th")
     assert [row.number for row in result.placed] == [1, 4, 8, 12, 16]
     assert result.config["MODEL.RESNETS.DEPTH"] == 20
+
+
+def test_cifar_networks_are_calibrated_with_images_of_their_size(tmp_path):
+    net = randomize(make_cifar_resnet(20))
+    torch.save(net.state_dict(), tmp_path / "cifar.pth")
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    (tmp_path / "pictures").mkdir()
+    for i, picture in enumerate(pixels):
+        Image.fromarray(picture).save(tmp_path / f"pictures/{i}.png")
+    images = Images(str(tmp_path / "pictures"), 3)
+    found = convert_checkpoint(tmp_path / "cifar.pth", images=images).model
+    mean = torch.tensor([123.675, 116.280, 103.530]).double().view(3, 1, 1)
+    std = torch.tensor([58.395, 57.120, 57.375]).double().view(3, 1, 1)
+    x = (torch.from_numpy(pixels).permute(0, 3, 1, 2) - mean) / std
+    y = nn.functional.conv2d(x, net.stem.conv1.weight.double(), padding=1).detach()
+    for name, expected in (
+        ("running_mean", y.mean((0, 2, 3)).view(1, 16, 1)),
+        ("running_cov", torch.cov(y.transpose(0, 1).flatten(1), correction=0)[None]),
+    ):
+        value = found[f"stem.conv1.norm.{name}"].double()
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
 
 
 @pytest.mark.parametrize("depth", [20, 44, 56])

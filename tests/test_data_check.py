@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from detectron2.data import (
     DatasetCatalog,
     DatasetMapper,
@@ -14,12 +15,13 @@ from detectron2.data import (
 )
 from detectron2.data.datasets import load_coco_json
 from detectron2.structures import BoxMode
+from detectron2.utils import comm
 from helpers.coco import HEIGHT, WIDTH, register_small, small_coco, write_images
 from helpers.runs import refuse
 from PIL import Image
 
-from sw_detectron.data.check import check_dataset
-from sw_detectron.data.sampler import ResumableTrainingSampler
+from sw_detectron.data.check import check_dataset, spread
+from sw_detectron.data.sampler import ResumableTrainingSampler, build_resumable_train_loader
 from sw_detectron.data.slices import register_slice
 from sw_detectron.engine import argument_parser, launch, load_config, load_lazy_config, setup
 from sw_detectron.engine.data_check import check_data, check_datasets, check_lazy_data
@@ -90,6 +92,14 @@ def test_a_detector_of_more_classes_is_warned_of(folder, warnings):
     check(MASK_RCNN, (name,), (name,))
     (warning,) = warnings()
     assert all(word in warning for word in (name, "2 classes", "ROI_HEADS.NUM_CLASSES is 4"))
+
+
+def test_images_without_annotations_are_looked_at_if_the_config_trains_on_them(folder):
+    content, key = small_coco(), "DATALOADER.FILTER_EMPTY_ANNOTATIONS"
+    content["images"].append({"id": 4, "file_name": "nowhere.png", "width": 32, "height": 24})
+    name = register_small(folder, content)
+    check(MASK_RCNN, (name,), (), key, "True")
+    assert "nowhere.png" in refused(MASK_RCNN, (name,), (), key, "False")
 
 
 def panoptic(folder, semantic_classes):
@@ -358,6 +368,12 @@ def test_masks_with_all_classes_are_fine(tmp_path, warnings):
     assert warnings() == []
 
 
+def test_a_sample_is_evenly_spread():
+    assert spread(range(10), 10) == list(range(10))
+    assert spread(range(1000), 8) == list(range(0, 1000, 125))
+    assert spread("abcdefg", 3) == ["a", "c", "e"]
+
+
 def test_many_label_maps_are_sampled(tmp_path, warnings, monkeypatch):
     monkeypatch.setattr("sw_detectron.data.check.spread.__defaults__", (60,))
     look(label_maps(tmp_path, [[0, 1]] * 70))
@@ -463,3 +479,19 @@ def test_the_processes_share_the_sequence_from_where_it_goes_on(start):
     whole = sequence(0, 1, 0, start + 40)
     parts = [sequence(rank, 2, start, 20) for rank in (0, 1)]
     assert [index for turn in zip(*parts) for index in turn] == whole[start:]
+
+
+def test_the_workers_of_each_process_draw_numbers_of_their_own(monkeypatch):
+    drawn = []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        loader = build_resumable_train_loader(
+            dataset=[{"width": 2, "height": 1}],
+            mapper=lambda record: torch.rand(()).item(),
+            total_batch_size=1,
+            aspect_ratio_grouping=False,
+            num_workers=1,
+            seed=3,
+        )
+        drawn.append(next(iter(loader)))
+    assert drawn[0] != drawn[1] and drawn[0] == drawn[2]

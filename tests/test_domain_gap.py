@@ -96,6 +96,8 @@ def test_the_median_distance_is_of_all_pairs():
     distances = sorted([5.0, 1.0, math.hypot(3, 3)])
     assert median_distance(x, y) == pytest.approx(distances[1], rel=1e-12)
     assert median_distance(torch.zeros(3, 2), torch.zeros(2, 2)) == 1
+    # Of ten pairs, six are of equal samples: then it is the mean.
+    assert median_distance(torch.zeros(4, 2), torch.tensor([[3.0, 4.0]])) == 4 * 5 / 10
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,23 @@ def test_with_test_time_augmentation_too(folder, tmp_path):
     assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
 
 
+@pytest.mark.parametrize("counted, recall", [(50, 100 / 120), (100, 100 / 120), (120, 1)])
+def test_as_many_objects_of_an_image_count_as_the_config_says(folder, tmp_path, counted, recall):
+    """COCO's 100 at least. All objects are found, 120 in one place."""
+    content = small_coco(images=1)
+    content["annotations"] = content["annotations"][:1] * 120
+    content["annotations"] = [a | {"id": i} for i, a in enumerate(content["annotations"], start=1)]
+    name = register_small(folder, content)
+    evaluator = build_evaluator(name, str(tmp_path))
+    evaluator.count_up_to(counted)
+    evaluator.reset()
+    (record,) = DatasetCatalog.get(name)
+    evaluator.process([record], [{"instances": perfect(record)}])
+    # Of the 101 recalls at which precision is taken, those that are reached have precision 1.
+    expected = 100 * (int(recall * 100) + 1) / 101
+    assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(expected)
+
+
 def test_an_error_is_still_one(folder, tmp_path):
     """One of two objects of one class is missed in each image: half of the recall is reached."""
     content = small_coco()
@@ -107,6 +124,24 @@ def test_files_that_lack_what_pycocotools_takes_for_granted(folder, tmp_path, en
     name = register_small(folder, content)
     check_dataset(name)
     assert evaluate(name, tmp_path)["bbox"]["AP"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_what_is_to_be_ignored_is_neither_right_when_found_nor_wrong_when_not(
+    folder, tmp_path, found
+):
+    content = small_coco(images=2)
+    content["annotations"][0]["ignore"] = 1
+    name = register_small(folder, content)
+    check_dataset(name)
+    evaluator = build_evaluator(name, str(tmp_path))
+    evaluator.reset()
+    for record in DatasetCatalog.get(name):
+        left_out = record["image_id"] == 1 and not found
+        objects = record["annotations"][1:] if left_out else record["annotations"]
+        evaluator.process([record], [{"instances": perfect({"annotations": objects})}])
+    results = evaluator.evaluate()
+    assert results["bbox"]["AP"] == results["segm"]["AP"] == pytest.approx(100)
 
 
 def test_objects_without_masks_are_measured_by_their_boxes(folder, tmp_path, caplog):

@@ -64,6 +64,18 @@ def test_gradients_that_can_be_differentiated_equal_those_that_cannot(
         torch.testing.assert_close(b / scale, a / scale, rtol=0, atol=1e-12)
 
 
+def test_gradients_of_gradients_under_autocast_are_those_without(training):
+    layer = make_layer(16, num_pergroup=8, dtype=torch.float32).train(training)
+    x = correlated(2, 16, 5, 4, dtype=torch.float32).requires_grad_()
+    gradients = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            (dx,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+        inputs = [x, layer.weight, layer.sw_mean_weight]
+        gradients.append([dx, *torch.autograd.grad(dx.square().sum(), inputs)])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_gradients_of_gradients_of_a_reused_layer(training):
     layer = make_layer(4, num_pergroup=2).train(training)
     buffers = {k: v.clone() for k, v in layer.named_buffers()}
@@ -102,6 +114,24 @@ def test_torch_func_grad(statistics, training):
     layer(x).sin().sum().backward()
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(by_func[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("statistics", SETS, ids="+".join)
+def test_torch_func_updates_the_running_values_in_training(statistics):
+    layer = make_layer(16, num_pergroup=8, statistics=statistics)
+    x = correlated(2, 16, 4, 4)
+    before = {k: v.clone() for k, v in layer.named_buffers()}
+    parameters = {k: v.detach().clone() for k, v in layer.named_parameters()}
+
+    def loss(parameters):
+        buffers = {k: v.clone() for k, v in before.items()}
+        return functional_call(layer, parameters | buffers, (x,)).sum(), buffers
+
+    _, after = grad(loss, has_aux=True)(parameters)
+    layer(x)
+    for name, buffer in layer.named_buffers():
+        assert not torch.equal(buffer, before[name])
+        torch.testing.assert_close(after[name], buffer, rtol=1e-12, atol=1e-12)
 
 
 def test_torch_func_vmap_and_jvp_in_evaluation():

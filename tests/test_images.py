@@ -6,10 +6,11 @@ import os
 import numpy as np
 import pytest
 from detectron2.data import DatasetMapper, detection_utils
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 from sw_detectron import UserError
+from sw_detectron.data.check import image_size
 from sw_detectron.data.images import ImageFolder, image_files, read_image
 from sw_detectron.data.media import ImageFile
 from sw_detectron.engine import load_config
@@ -210,3 +211,13 @@ def test_classes_of_a_folder_that_is_not_there_are_one_clear_line(tmp_path):
     with pytest.raises(UserError, match="none' cannot be read: No such file.*DATASETS.FOLDER") as e:
         class_names("absent")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_the_size_that_is_checked_is_that_of_the_upright_image(tmp_path, orientation):
+    image = Image.fromarray(COLOR)
+    if orientation:
+        image.getexif()[274] = orientation
+    image.save(tmp_path / "a.jpg", exif=image.getexif())
+    upright = ImageOps.exif_transpose(Image.open(tmp_path / "a.jpg"))
+    assert image_size(str(tmp_path / "a.jpg")) == upright.size

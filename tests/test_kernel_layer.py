@@ -209,6 +209,29 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch, broken, words):
         layer(x)
 
 
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_hundredth_and_what_is_no_number_fail_the_check(monkeypatch, factor):
+    exact = triton.backward
+    scaled = lambda *args: tuple(gradient * factor for gradient in exact(*args))  # noqa: E731
+    monkeypatch.setattr(triton, "backward", scaled)
+    x = torch.zeros(1, 8, 1, 1, device=DEVICE)
+    assert "gradient of x differs" in disagreement(x, make_options(("bw", "iw"), 8))
+
+
+def test_every_number_of_iterations_is_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(backend, "_objections", {})
+    monkeypatch.setattr(triton, "needs_no_check", lambda: False)
+    monkeypatch.setattr(
+        backend, "disagreement", lambda x, options: checked.append(options.num_iterations)
+    )
+    x = correlated(2, 8, 3, 3, dtype=torch.float32).to(DEVICE)
+    for iterations in (3, 5, 3):
+        layer = make_layer(8, num_pergroup=8, num_iterations=iterations).float().to(DEVICE)
+        layer(x)
+    assert checked == [3, 5]
+
+
 @pytest.mark.parametrize("statistics", [("bw",), ("bw", "iw"), ("iw", "ln")], ids="+".join)
 def test_compiled_layer_computes_by_kernels(statistics):
     torch.compiler.reset()

@@ -325,6 +325,18 @@ def test_wrong_arguments_are_named(arguments, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+@pytest.mark.parametrize("momentum", [0, 1])
+def test_either_end_of_momentum_is_allowed(momentum):
+    layer = SwitchWhiten2d(16, 8, momentum=momentum).double()
+    x = correlated(2, 16, 5, 4)
+    layer(x)
+    cov = torch.cov(x.transpose(0, 1).flatten(1), correction=0)
+    for j, running in enumerate(layer.running_cov):
+        part = slice(8 * j, 8 * j + 8)
+        expected = cov[part, part] if momentum else torch.eye(8).double()
+        torch.testing.assert_close(running, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(2, 32, 4), (32, 4, 4), (2, 16, 4, 4), (2, 32, 4, 4, 4)])
 def test_wrong_input_shape_is_named(shape):
     with pytest.raises(ValueError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
@@ -407,6 +419,16 @@ def test_a_finite_value_whose_square_is_not_leaves_the_running_values():
     assert all(map(torch.equal, layer.buffers(), before))
 
 
+def test_a_finite_input_without_eigenvalues_is_not_said_to_be_infinite():
+    layer = make_layer(16, num_pergroup=8, whitening="eigh", dtype=torch.float32)
+    x = correlated(3, 16, 5, 4, dtype=torch.float32) * 1e30  # their squares are not finite
+    with pytest.raises(torch.linalg.LinAlgError):
+        layer(x)
+    x[1, 3, 2, 2] = float("inf")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        layer(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("whitening", ["newton", "eigh"])
 def test_running_values_stay_float32(whitening, dtype):
@@ -435,6 +457,22 @@ def test_eigh_of_a_rank_deficient_covariance_in_float32():
     assert y.isfinite().all() and x.grad.isfinite().all()
     # No direction is blown up by more than what is known of the eigenvalues allows.
     assert y.square().mean() < 8
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 100.0])
+def test_eigh_amplifies_no_direction_by_more_than_is_known_of_it(scale, create_graph):
+    """Six of eight eigenvalues are ε itself; computed, they are off by roundings of the largest."""
+    torch.manual_seed(0)
+    layer = SwitchWhiten2d(8, 8, ("bw",), "eigh", affine=False).eval()
+    x = torch.randn(8, 8, 1, 1, requires_grad=True)
+    basis = torch.eye(8)[..., None, None]
+    for factor in torch.randn(20, 8, 2) * scale:
+        layer.running_cov[0] = factor @ factor.T
+        (root,) = torch.autograd.grad(layer(x), x, basis, create_graph=create_graph)
+        largest = torch.linalg.matrix_norm(root.flatten(1).double(), 2)
+        rounding = 8 * 2**-23 * torch.linalg.matrix_norm(factor, 2) ** 2
+        assert largest <= max(layer.eps, rounding) ** -0.5 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("statistics", SUBSETS, ids="+".join)

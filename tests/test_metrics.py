@@ -116,6 +116,18 @@ def test_two_runs_at_the_same_time_are_told_apart(tmp_path):
     }
 
 
+@pytest.mark.parametrize("source", ["metrics.json", "events"])
+def test_of_what_one_run_recorded_twice_the_later_counts(tmp_path, source):
+    records = [{START_TIME: 1e9, "iteration": i, "loss": loss} for i, loss in ((3, 1.0), (3, 2.0))]
+    if source == "metrics.json":
+        write_lines(tmp_path, *records)
+    else:
+        with SummaryWriter(str(tmp_path)) as writer:
+            for line in records:
+                writer.add_scalar("loss", line["loss"], line["iteration"])
+    assert points(tmp_path)["loss"] == {3: 2.0}
+
+
 def test_other_lines_are_passed_over(tmp_path):
     write_lines(tmp_path, {"loss": 1.0}, [1], {"iteration": "9"}, {"iteration": 9, "name": "x"})
     with pytest.raises(UserError, match="no record of an iteration"):

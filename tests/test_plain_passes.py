@@ -20,6 +20,25 @@ def test_moments_of_a_mean_of_many_standard_deviations(deviations, memory_format
     assert (cov - exact_cov).abs().max() <= 1e-5
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_moments_of_no_samples(device, diagonal):
+    """As of a rank without data. On the meta device by the operations of a GPU."""
+    mean, cov = plain.moments(torch.empty(0, 32, 5, 4, device=device), 16, diagonal)
+    assert mean.shape == (0, 2, 16)
+    assert cov.shape == ((0, 2, 16) if diagonal else (0, 2, 16, 16))
+
+
+@formats
+def test_moments_of_images_that_are_taken_in_pieces(memory_format):
+    """2^18 values at a time are centred, which is less than one image."""
+    torch.manual_seed(0)
+    x = (torch.randn(2, 32, 90, 110) + 100).contiguous(memory_format=memory_format)
+    _, cov = plain.moments(x, 16, diagonal=False)
+    torch.testing.assert_close(cov.double(), moments64(x, 16)[1], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("groups, group_size", [(3, 16), (5, 8), (6, 12), (7, 4)])
 def test_channels_last_groups_that_do_not_fill_a_product(groups, group_size):
     torch.manual_seed(0)

@@ -12,10 +12,11 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
+from detectron2.data import Metadata, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model
+from detectron2.structures import Boxes, Instances
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -25,6 +26,7 @@ from sw_detectron.engine import load_config
 from sw_detectron.engine.prediction import Predictor, find_metadata, predict
 from sw_detectron.tasks.classification.data import test_transform as transform
 from sw_detectron.tasks.classification.results import classification_results
+from sw_detectron.tasks.detection.results import detection_results
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
@@ -141,6 +143,17 @@ def test_confidence_is_the_lowest_score(dataset, weights, tmp_path):
     assert run(weights, tmp_path / "none", image, confidence=1.0) == []
     untouched = cv2.imread(str(tmp_path / "none/000000.png"))
     assert not np.array_equal(cv2.imread(str(tmp_path / "some/000000.png")), untouched)
+
+
+def test_a_score_that_equals_the_confidence_is_a_result():
+    found = Instances((40, 60))
+    found.pred_boxes = Boxes(torch.tensor([[1.0, 2, 30, 30]] * 3))
+    found.scores = torch.tensor([0.75, 0.5, 0.25])
+    found.pred_classes = torch.tensor([0, 1, 0])
+    metadata = Metadata(name="two", thing_classes=["a", "b"])
+    frame = np.zeros((40, 60, 3), np.uint8)
+    results, _ = detection_results(found, frame, metadata, 0.5)
+    assert [result["score"] for result in results] == [0.75, 0.5]
 
 
 @pytest.mark.parametrize("has_encoder", [True, False])

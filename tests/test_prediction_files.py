@@ -163,7 +163,7 @@ def test_a_video_of_any_rate_is_a_video_and_folders_beside_it_stay(tmp_path, mon
 
 
 def test_rates_that_can_be_encoded_stay():
-    for fps in (1, 5, 23.976, 24, 25, 29.97, 30, 59.94, 120, 240, 1000, 65535):
+    for fps in (0.01, 0.5, 1, 5, 23.976, 24, 25, 29.97, 30, 59.94, 120, 240, 1000, 65535):
         assert media.encodable_rate(fps) == fps
 
 
@@ -261,6 +261,13 @@ def test_inputs_that_are_no_files_are_one_line(tmp_path):
     (tmp_path / "hidden").mkdir()
     save(tmp_path / "hidden/.a.jpg")
     assert "holds no images" in refuse(tmp_path / "out", tmp_path / "hidden")
+
+
+def test_a_file_may_have_the_name_of_a_section_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "MODEL.png")
+    found = run(tmp_path / "out", "MODEL.png", "MODEL.DEVICE", "cpu")
+    assert [result["file_name"] for result in found] == ["MODEL.png"]
 
 
 @pytest.mark.parametrize("stem", ["n" * 251, "é" * 125 + "n", "n" * 250 + "\udcff"], ids=len)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data import transforms as T
+from fvcore.transforms.transform import NoOpTransform
 from PIL import Image
 from torch import nn
 
@@ -22,6 +23,7 @@ from sw_detectron.tasks.segmentation.data import check_classes, read_labels
 from sw_detectron.tasks.segmentation.drawing import overlay_class_map
 from sw_detectron.tasks.segmentation.mapper import (
     PadToSize,
+    RandomRotation,
     RotateTransform,
     SegmentationMapper,
     build_augmentations,
@@ -147,6 +149,21 @@ def test_padding_is_the_mean_colour_without_label():
     for rows in (slice(0, 1), slice(6, 8)):
         assert (inputs.sem_seg[rows] == 255).all()
         assert (inputs.image[rows] == MEAN).all()
+
+
+def test_half_of_the_images_are_rotated_either_way_and_half_are_blurred():
+    augmentations = build_augmentations(load_config(CONFIG, []), is_train=True)
+    (rotation,) = (a for a in augmentations if isinstance(a, RandomRotation))
+    (blur,) = (a for a in augmentations if isinstance(a, T.RandomApply))
+    image = np.zeros((2, 2, 3), np.uint8)
+    np.random.seed(0)  # noqa: NPY002  Detectron2's augmentations draw from it
+    drawn = [[a.get_transform(image) for _ in range(400)] for a in (rotation, blur)]
+    angles = [t.angle for t in drawn[0] if isinstance(t, RotateTransform)]
+    # Four standard deviations around a half of 400, and around a half of these.
+    assert 160 < len(angles) < 240
+    assert 70 < sum(angle > 0 for angle in angles) < 130
+    assert 9 < max(map(abs, angles)) <= 10
+    assert 160 < sum(not isinstance(t, NoOpTransform) for t in drawn[1]) < 240
 
 
 def test_rotation_turns_pixels_labels_and_coordinates_alike():
@@ -337,6 +354,18 @@ def test_warm_up_leads_into_the_schedule():
     expected = [start + (end - start) * i / 20 for i in range(20)]
     expected += [(1 - i / 100) ** 0.9 for i in range(20, 100)]
     assert rates == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_leads_to_its_end():
+    cfg = load_config(CONFIG, "SOLVER.MAX_ITER 10 SOLVER.WARMUP_ITERS 25".split())
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.001 * (1 - i / 10) for i in range(10)], rel=1e-9)
 
 
 # Pictures

@@ -1,17 +1,21 @@
 """A step of a task's own: several optimizers and sources of data in one run."""
 
+import itertools
 import json
+import random
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from detectron2.engine import SimpleTrainer, TrainerBase
-from detectron2.utils.events import get_event_storage
+from detectron2.utils.events import EventStorage, get_event_storage
 from helpers.runs import same
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sw_detectron import SwitchWhiten2d, UserError
+from sw_detectron.engine.hooks import ImagesPerSecond, ImportanceWriter, SeedIterations
 from sw_detectron.engine.loop import Loop, RunSettings
 
 ITERATIONS, STOP = 6, 4
@@ -137,3 +141,37 @@ def test_an_input_that_is_not_finite_names_its_layer(tmp_path):
     nn.init.constant_(step.model[0].weight, float("inf"))
     with pytest.raises(UserError, match="iteration 0: the input of 1 is not finite"):
         loop.train()
+
+
+def test_every_iteration_of_every_process_draws_numbers_of_its_own():
+    drawn = {}
+    for _ in range(2):  # and the same ones again
+        for iteration, rank in itertools.product(range(5), range(3)):
+            hook = SeedIterations(7, rank, 3)
+            hook.trainer = SimpleNamespace(iter=iteration)
+            hook.before_step()
+            number = (torch.rand(()).item(), random.random())
+            assert drawn.setdefault((iteration, rank), number) == number
+    assert len({first for first, _ in drawn.values()}) == 15
+
+
+def test_the_last_ratios_are_recorded_whatever_the_period():
+    writer = ImportanceWriter(nn.Sequential(SwitchWhiten2d(16)), period=4)
+    with EventStorage() as storage:
+        for storage.iter in range(6):
+            writer.trainer = SimpleNamespace(storage=storage, iter=storage.iter, max_iter=6)
+            writer.after_step()
+    histories = storage.histories().values()
+    assert len(histories) == 4  # of two statistics, for mean and covariance
+    assert {tuple(step for _, step in history.values()) for history in histories} == {(3, 5)}
+
+
+def test_images_per_second_are_those_of_a_step_in_its_time():
+    hook = ImagesPerSecond(64)
+    with EventStorage(7) as storage:
+        hook.trainer = SimpleNamespace(storage=storage, iter=7)
+        hook.after_step()
+        assert not storage.latest()  # the first iterations are not timed
+        storage.put_scalar("time", 0.5)
+        hook.after_step()
+    assert storage.latest()["[metric]images_per_second"] == (128, 7)

@@ -223,6 +223,16 @@ def test_the_state_of_bn_carries_over(norm):
     assert not new.training and net.bn1.training
 
 
+@pytest.mark.parametrize("old, own", [("SyncBN", False), ("SW", False), ("SW", True)])
+def test_the_ranks_of_the_norm_before_stay_unless_the_new_layer_has_its_own(old, own):
+    net = HeResNet(8)
+    before, given = object(), object() if own else None
+    make = nn.SyncBatchNorm if old == "SyncBN" else SwitchWhiten2d
+    net.bn1 = make(16, process_group=before)
+    replace_norms(net, [1], lambda channels: SwitchWhiten2d(channels, process_group=given))
+    assert net.bn1.process_group is (given if own else before)
+
+
 def test_a_frozen_bn_leaves_freezing_to_its_convolution():
     net = FrozenBatchNorm2d.convert_frozen_batchnorm(HeResNet(8))
     net.conv1.requires_grad_(False)

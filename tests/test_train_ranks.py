@@ -14,6 +14,7 @@ from detectron2.layers import NaiveSyncBatchNorm
 from helpers.runs import SHAPES, TINY, TRAIN_NET, run, started
 from torch import nn
 
+from sw_detectron.engine import argument_parser, launch
 from sw_detectron.engine.trainer import sync_batch_norms_for_cpu
 
 # All anchors and no random flip: the losses of the proposal network do not depend on chance, and
@@ -146,3 +147,10 @@ def test_several_processes_are_interrupted_together(datasets, tmp_path):
     assert "Traceback" not in log.read_text()
     assert "broadcast_buffers" not in log.read_text()
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("arguments", [["--num-gpus", "0"], ["--machine-rank", "1"]], ids="=".join)
+def test_processes_and_machines_that_are_not_there_are_refused(arguments):
+    args = argument_parser("", "").parse_args(["--config", SHAPES, *arguments])
+    with pytest.raises(SystemExit, match=" ".join(arguments)):
+        launch(lambda args: pytest.fail("it was started"), args)

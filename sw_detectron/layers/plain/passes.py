@@ -35,9 +35,10 @@ def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tenso
         mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G).
     """
     x = _at_least_float32(x)
+    if not x.numel():  # var_mean would warn, and there are no pieces to take
+        shape = (x.shape[0], x.shape[1] // num_pergroup, num_pergroup)
+        return x.new_zeros(shape), x.new_zeros(shape if diagonal else (*shape, num_pergroup))
     if diagonal:
-        if not x.numel():  # var_mean would warn
-            return (x.new_zeros(x.shape[0], x.shape[1] // num_pergroup, num_pergroup),) * 2
         variance, mean = torch.var_mean(x, dim=(2, 3), correction=0)
         return mean.unflatten(1, (-1, num_pergroup)), variance.unflatten(1, (-1, num_pergroup))
     mean = x.mean(dim=(2, 3)).unflatten(1, (-1, num_pergroup))
