@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from detectron2.engine import SimpleTrainer, TrainerBase
+from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
 from detectron2.utils.events import EventStorage, get_event_storage
 from helpers.runs import same
 from torch import nn
@@ -64,11 +64,13 @@ class AdversarialStep(TrainerBase):
             optimizer.load_state_dict(state[name])
 
 
-def make_loop(folder, stop=STOP):
+def make_loop(folder, stop=STOP, eval_period=0):
     torch.manual_seed(0)
     step = AdversarialStep()
     schedules = {name: StepLR(o, step_size=2, gamma=0.5) for name, o in step.optimizers.items()}
-    settings = RunSettings(str(folder), "", ITERATIONS, {"period": 1}, importance_stop_iter=stop)
+    settings = RunSettings(
+        str(folder), "", ITERATIONS, {"period": 1}, eval_period, importance_stop_iter=stop
+    )
     return Loop(step, schedules, settings, OrderedDict, list, dict), step
 
 
@@ -106,6 +108,17 @@ def test_importance_stops_in_a_step_of_ones_own(tmp_path):
     start = torch.ones(2, dtype=torch.float64)
     assert not torch.equal(layers[0], start)
     assert len({tuple(weight.tolist()) for weight in layers}) == 3  # each stop elsewhere
+
+
+def test_results_know_how_many_iterations_the_model_was_trained_for(tmp_path):
+    loop, _ = make_loop(tmp_path, eval_period=4)
+    known = []
+    seen = HookBase()
+    seen.after_step = lambda: known.append(loop.results_iterations)
+    loop.register_hooks([seen])
+    loop.train()
+    assert known == [0, 0, 0, 4, 4, 4]
+    assert loop.results_iterations == ITERATIONS
 
 
 def test_a_page_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, monkeypatch):
