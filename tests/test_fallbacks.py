@@ -102,9 +102,11 @@ def test_a_second_gradient_does_not_update_the_running_values_again():
     assert torch.equal(layer.running_cov, after_forward)
 
 
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
 @pytest.mark.parametrize("statistics", SUBSETS[::4], ids="+".join)
-def test_torch_func_grad(statistics, training):
-    layer = make_layer(16, num_pergroup=8, statistics=statistics).train(training)
+def test_torch_func_grad(statistics, whitening, training):
+    layer = make_layer(16, num_pergroup=8, statistics=statistics, whitening=whitening)
+    layer.train(training)
     x = correlated(2, 16, 4, 4)
     state = {k: v.detach().clone() for k, v in layer.state_dict().items()}
     loss = lambda state, x: functional_call(layer, state, (x,)).sin().sum()  # noqa: E731
@@ -134,8 +136,9 @@ def test_torch_func_updates_the_running_values_in_training(statistics):
         torch.testing.assert_close(after[name], buffer, rtol=1e-12, atol=1e-12)
 
 
-def test_torch_func_vmap_and_jvp_in_evaluation():
-    layer = make_layer(16, num_pergroup=8).eval()
+@pytest.mark.parametrize("whitening", ["newton", "eigh"])
+def test_torch_func_vmap_and_jvp_in_evaluation(whitening):
+    layer = make_layer(16, num_pergroup=8, whitening=whitening).eval()
     x = correlated(3, 16, 4, 4)
     per_sample = vmap(lambda sample: layer(sample[None])[0])(x)
     torch.testing.assert_close(per_sample, layer(x), rtol=1e-10, atol=1e-10)

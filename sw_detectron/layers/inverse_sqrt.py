@@ -84,7 +84,7 @@ def eigh_inverse_sqrt(cov: Tensor, floor: float = 0.0) -> Tensor:
     Returns:
         (..., G, G), symmetric.
     """
-    return _EighInverseSqrt.apply(cov, floor)
+    return _EighInverseSqrt.apply(cov, floor)[0]
 
 
 def eigh_inverse_sqrt_forward(cov: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,35 +120,65 @@ def _three_halves(like: Tensor) -> Tensor:
     return 1.5 * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
+# Written such that torch.func's transformations can take them.
+
+
 class _EighInverseSqrt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, cov: Tensor, floor: float) -> Tensor:
-        root, inverse_roots, vectors = eigh_inverse_sqrt_forward(cov, floor)
-        ctx.save_for_backward(root, inverse_roots, vectors)
-        return root
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        # dW Σ^(1/2) + Σ^(1/2) dW = -W dΣ W for W = Σ^(-1/2): `eigh_inverse_sqrt_backward` in a
-        # form that can be differentiated again.
-        root, inverse_roots, vectors = ctx.saved_tensors
-        grad = (grad + grad.mT) / 2
-        z = _Sylvester.apply(root, root @ grad @ root, inverse_roots, vectors)
-        return -(root @ z @ root), None
+    def forward(cov: Tensor, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+        return eigh_inverse_sqrt_forward(cov, floor)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, *_) -> tuple[Tensor, None]:
+        return _derivative(*ctx.saved_tensors, grad), None
+
+    @staticmethod
+    def jvp(ctx, direction: Tensor, _) -> tuple[Tensor, None, None]:
+        return _derivative(*ctx.saved_tensors, direction), None, None
+
+
+def _derivative(root: Tensor, inverse_roots: Tensor, vectors: Tensor, direction: Tensor) -> Tensor:
+    """dW for dΣ or, being symmetric, the gradient of Σ for that of W = Σ^(-1/2).
+
+    dW Σ^(1/2) + Σ^(1/2) dW = -W dΣ W: `eigh_inverse_sqrt_backward` in a form that can be
+    differentiated again.
+    """
+    direction = (direction + direction.mT) / 2
+    z = _Sylvester.apply(root, root @ direction @ root, inverse_roots, vectors)
+    return -(root @ z @ root)
 
 
 class _Sylvester(torch.autograd.Function):
     """Z with W Z + Z W = G, for W symmetric positive definite with known eigenpairs."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, matrix: Tensor, g: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
+    def forward(matrix: Tensor, g: Tensor, eigenvalues: Tensor, vectors: Tensor) -> Tensor:
         z = vectors.mT @ g @ vectors / (eigenvalues[..., :, None] + eigenvalues[..., None, :])
-        z = vectors @ z @ vectors.mT
-        ctx.save_for_backward(matrix, z, eigenvalues, vectors)
-        return z
+        return vectors @ z @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        matrix, _, eigenvalues, vectors = inputs
+        ctx.save_for_backward(matrix, output, eigenvalues, vectors)
+        ctx.save_for_forward(matrix, output, eigenvalues, vectors)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         matrix, z, eigenvalues, vectors = ctx.saved_tensors
         grad_g = _Sylvester.apply(matrix, grad, eigenvalues, vectors)
         return -(grad_g @ z.mT + z.mT @ grad_g), grad_g, None, None
+
+    @staticmethod
+    def jvp(ctx, dmatrix: Tensor, dg: Tensor, *_) -> Tensor:
+        matrix, z, eigenvalues, vectors = ctx.saved_tensors
+        return _Sylvester.apply(matrix, dg - (dmatrix @ z + z @ dmatrix), eigenvalues, vectors)
