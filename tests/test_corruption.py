@@ -545,6 +545,8 @@ def test_changed_arguments_are_measured_anew(tmp_path, fingerprints, evaluations
     after = corruption_benchmark(args)
     assert len(evaluations) == 4
     assert (after == before) == (changed == "damaged")
+    number = 2 if changed in ("images", "annotations") else 3
+    assert f"{number} images of `own_val`" in (tmp_path / "out/results.md").read_text()
     if changed in ("override", "images"):  # back to the first: both are kept
         args.opts, args.images = [], None
         assert corruption_benchmark(args) == before
@@ -607,6 +609,14 @@ def test_models_are_compared_on_one_data_set(folder, weights, tmp_path):
     (other / "annotations/val.json").write_text(json.dumps(content))
     second = save_model(other, tmp_path / "second")
     refused(arguments(tmp_path / "out", [weights[0], second]), "compare them on one data set")
+
+
+def test_an_evaluation_without_a_known_metric_is_refused_at_once(
+    weights, tmp_path, fingerprints, evaluations, monkeypatch
+):
+    monkeypatch.setattr(Fingerprint, "evaluate", lambda self: {"speed": {"fps": 3.0}})
+    refused(arguments(tmp_path, weights), "none of the metrics that are compared: AP")
+    assert evaluations == [None]
 
 
 def test_without_test_data_there_is_nothing_to_do(weights, tmp_path):

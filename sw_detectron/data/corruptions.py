@@ -132,7 +132,7 @@ def image_names(records: Sequence[Mapping]) -> dict[str | int, str]:
     """What names the images of a data set, wherever its folder lies, by the key that they are read
     with: the file name, or the image_id of an image that lies in no file.
 
-    The name is the image_id, or where there is none the path below the data set's folder.
+    The name is the image_id, or where there is none the path below the folder that holds them all.
 
     Args:
         records: of the whole data set.

@@ -24,7 +24,6 @@ from ..analysis.corruption import (
     Condition,
     Robustness,
     main_metrics,
-    metrics_of,
     robustness,
     values_by_metric,
 )
@@ -76,13 +75,15 @@ class Subject:
     """A model on its test data.
 
     Attributes:
-        cfg: whose DATASETS.TEST is the one data set.
+        dataset: its name.
+        cfg: whose DATASETS.TEST is this data set, or the part of it that is evaluated.
         names: of `image_names`.
         images: how many are evaluated.
         data: a digest of the images' names and annotations.
         folder: of the measurements of just this checkpoint, config and data.
     """
 
+    dataset: str
     cfg: CfgNode
     names: Mapping[str | int, str]
     images: int
@@ -124,8 +125,8 @@ def corruption_benchmark(args: argparse.Namespace) -> dict[str, dict[str, Robust
     for name in others:
         if subjects[name].data != subjects[first].data:
             raise UserError(
-                f"{first!r} is evaluated on {_dataset(subjects[first])!r} and {name!r} on "
-                f"{_dataset(subjects[name])!r}, whose images or annotations are not the same: "
+                f"{first!r} is evaluated on {subjects[first].dataset!r} and {name!r} on "
+                f"{subjects[name].dataset!r}, whose images or annotations are not the same: "
                 "compare them on one data set, by DATASETS.TEST"
             )
     results = _measure_all(models, benchmark)
@@ -134,14 +135,9 @@ def corruption_benchmark(args: argparse.Namespace) -> dict[str, dict[str, Robust
         name: {metric: robustness(values) for metric, values in metrics.items()}
         for name, metrics in measured.items()
     }
-    if not metrics_of(summed_up):
-        raise UserError(
-            f"the evaluation of {_dataset(subjects[first])!r} gives none of the metrics that are "
-            "compared: AP, PQ, mIoU, top-1 error"
-        )
     if comm.is_main_process():
         subject = subjects[first]
-        save_corruption(benchmark.folder, _dataset(subject), subject.images, measured, summed_up)
+        save_corruption(benchmark.folder, subject.dataset, subject.images, measured, summed_up)
     return summed_up
 
 
@@ -198,7 +194,8 @@ def prepare(config_file: str, weights: str, benchmark: Benchmark) -> Subject:
     state = os.stat(weights) if os.path.isfile(weights) else None
     file = (os.path.realpath(weights), state.st_size, state.st_mtime_ns) if state else weights
     fingerprint = _digest(file, _config_text(cfg), data, library_version())
-    return Subject(cfg, names, len(records), data, benchmark.folder / "measured" / fingerprint[:16])
+    folder = benchmark.folder / "measured" / fingerprint[:16]
+    return Subject(name, cfg, names, len(records), data, folder)
 
 
 def evaluate(cfg: CfgNode, model: nn.Module, change: ImageCorruption | None) -> Results:
@@ -237,6 +234,11 @@ def _measure_all(
         missing = [condition for condition in benchmark.conditions if condition not in found]
         for condition, measured in _measure(subject, missing):
             found[condition] = measured
+            if not main_metrics(found[CLEAN]):  # known before the hours of all corruptions
+                raise UserError(
+                    f"the evaluation of {subject.dataset!r} gives none of the metrics that are "
+                    "compared: AP, PQ, mIoU, top-1 error"
+                )
             progress.done(name, condition, measured)
         results[name] = {condition: found[condition] for condition in benchmark.conditions}
     return results
@@ -272,7 +274,7 @@ def _write_measured(subject: Subject, condition: Condition, measured: Results) -
     output_folder(subject.folder)
     record = {
         "weights": subject.cfg.MODEL.WEIGHTS,
-        "data set": _dataset(subject),
+        "data set": subject.dataset,
         "images": subject.images,
         "corruption": condition[0],
         "severity": condition[1],
@@ -310,10 +312,6 @@ class _Progress:
     def _print(self, text: str) -> None:
         if comm.is_main_process():
             print(f"[{self._there}/{self._total}] {text}", flush=True)
-
-
-def _dataset(subject: Subject) -> str:
-    return subject.cfg.DATASETS.TEST[0]
 
 
 def _key(record: Mapping) -> str | int:
