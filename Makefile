@@ -30,9 +30,11 @@ setup: $(VENV)/.ready
 # Made anew when the requirements change. Detectron2's wheel is unpacked beside the environment
 # first: its compiled part is for another Python, and its top-level "tools" would shadow ours, and
 # so stay outside the search path, for the tests.
-$(VENV)/.ready: requirements.txt requirements-detectron2.txt setup.py
+$(VENV)/.ready: requirements.txt requirements-detectron2.txt requirements-robustness.txt setup.py
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps \
+		-r requirements-robustness.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --require-hashes \
 		--no-deps --only-binary=:all: --python-version 3.10 --target $(VENV)/unpacked \
 		-r requirements-detectron2.txt

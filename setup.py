@@ -33,7 +33,10 @@ setup(
         "tabulate>=0.8",
         "tqdm>=4.60",
     ],
-    extras_require={"demo": ["tensorboard"]},
+    extras_require={
+        "demo": ["tensorboard"],
+        "robustness": ["imagecorruptions-imaug>=1.1.5"],  # tools/corruption_benchmark.py
+    },
     packages=[*find_packages(include=["sw_detectron", "sw_detectron.*"]), "sw_detectron.configs"],
     package_dir={"sw_detectron.configs": "configs"},
     package_data={

@@ -109,6 +109,32 @@ def subset_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def config_for_each(configs: list[str] | None, weights: list[str]) -> list[str]:
+    """The `--config` of each of several `--weights`; "" for each if none is given.
+
+    Raises:
+        UserError: there are not as many of one as of the other.
+    """
+    configs = configs or [""] * len(weights)
+    if len(configs) != len(weights):
+        raise UserError(
+            f"--config is given {len(configs)} and --weights {len(weights)} times; each "
+            "network needs both, or all weights carry their configs"
+        )
+    return configs
+
+
+def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
+    """The configs' names, or without one the weights' folder; with the weights where they repeat,
+    and a number where those do too."""
+    names = [Path(c).stem if c else Path(w).resolve().parent.name for c, w in zip(configs, weights)]
+    names = [n if names.count(n) == 1 else f"{n}, {w}" for n, w in zip(names, weights)]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
+        for i, name in enumerate(names)
+    ]
+
+
 def output_folder(path: str | os.PathLike) -> Path:
     """The folder of a tool's results, made if it is missing.
 

@@ -19,6 +19,7 @@ from sw_detectron.analysis import (
     median_distance,
     squared_mmd,
 )
+from sw_detectron.cli import names_of_networks
 from sw_detectron.engine import load_config
 from sw_detectron.errors import UserError
 
@@ -159,11 +160,8 @@ def test_the_figure_shows_the_numbers(networks, layers):
 
 
 def test_networks_of_one_config_are_told_apart():
-    spec = importlib.util.spec_from_file_location("domain_gap_tool", SCRIPT)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     configs = ["a/sw.yaml", "bn.yaml", "sw.yaml", "sw.yaml", "sw.yaml"]
-    assert tool.names_of_networks(configs, ["1", "2", "3", "4", "4"]) == [
+    assert names_of_networks(configs, ["1", "2", "3", "4", "4"]) == [
         *("sw, 1", "bn", "sw, 3", "sw, 4 (1)", "sw, 4 (2)")
     ]
 

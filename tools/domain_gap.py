@@ -2,7 +2,6 @@
 """Measure how far apart the layers of a network see two sets of images."""
 
 import argparse
-from pathlib import Path
 
 from tabulate import tabulate
 
@@ -10,7 +9,9 @@ from sw_detectron.analysis import domain_gap, domain_gap_figure, layer_features,
 from sw_detectron.cli import (
     add_config_argument,
     add_overrides_argument,
+    config_for_each,
     make_parser,
+    names_of_networks,
     output_folder,
     run,
 )
@@ -34,12 +35,7 @@ sets of one distribution, up to the noise of the finite number of images.
 
 
 def main(args: argparse.Namespace) -> None:
-    configs = args.config_file or [""] * len(args.weights)
-    if len(configs) != len(args.weights):
-        raise UserError(
-            f"--config is given {len(configs)} and --weights {len(args.weights)} times; each "
-            "network needs both, or all weights carry their configs"
-        )
+    configs = config_for_each(args.config_file, args.weights)
     output = output_folder(args.output)
     gaps = {}
     names = names_of_networks(configs, args.weights)
@@ -57,17 +53,6 @@ def main(args: argparse.Namespace) -> None:
     print(tabulate(rows, headers=header, floatfmt=".5f"))
     save_result(output, "domain_gap", domain_gap_figure(gaps), header, rows)
     print(f"{output}/domain_gap.png: MMD² of each layer")
-
-
-def names_of_networks(configs: list[str], weights: list[str]) -> list[str]:
-    """The configs' names, or without one the weights' folder; with the weights where they repeat,
-    and a number where those do too."""
-    names = [Path(c).stem if c else Path(w).resolve().parent.name for c, w in zip(configs, weights)]
-    names = [n if names.count(n) == 1 else f"{n}, {w}" for n, w in zip(names, weights)]
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})"
-        for i, name in enumerate(names)
-    ]
 
 
 def parser() -> argparse.ArgumentParser:

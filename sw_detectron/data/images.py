@@ -3,7 +3,8 @@
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,29 @@ from ..errors import UserError, one_line
 SUFFIXES = tuple(sorted(IMG_EXTENSIONS))
 
 logger = logging.getLogger(__name__)
+
+Change = Callable[[str | int, Image.Image], Image.Image]
+"""From an image's file name, or its image_id if it lies in no file, and the upright image of 8 bits
+to another one of the same size."""
+
+_change: Change | None = None
+
+
+@contextmanager
+def images_changed(change: Change) -> Iterator[None]:
+    """Meanwhile images are read as `change` makes them, whoever reads them, in this process and in
+    those that it forks."""
+    global _change
+    before, _change = _change, change
+    try:
+        yield
+    finally:
+        _change = before
+
+
+def as_changed(name: str | int, image: Image.Image) -> Image.Image:
+    """What `images_changed` makes of an image; else the image itself."""
+    return image if _change is None else _change(name, image)
 
 
 def read_image(file_name: str | os.PathLike, format: str | None = None) -> np.ndarray:
@@ -56,7 +80,10 @@ def decode_image(file_name: str | os.PathLike, format: str | None) -> np.ndarray
         if format is not None:
             image.info.pop("transparency", None)  # Pillow warns of it in a palette
             image = _to_8_bits(image)
-        return convert_PIL_to_numpy(_apply_exif_orientation(image), format)
+        image = _apply_exif_orientation(image)
+        if format is not None:
+            image = as_changed(str(file_name), image)
+        return convert_PIL_to_numpy(image, format)
 
 
 def why_unreadable(error: Exception) -> str:

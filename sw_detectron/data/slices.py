@@ -1,4 +1,5 @@
-"""The first images of a registered data set, by a name such as "coco_2017_train[:8]"."""
+"""Parts of registered data sets: slices by a name such as "coco_2017_train[:8]", and images spread
+evenly."""
 
 import re
 
@@ -35,6 +36,25 @@ def register_slice(name: str) -> None:
 
     DatasetCatalog.register(name, load)
     _copy_metadata(base, name)
+
+
+def register_spread(base: str, number: int) -> str:
+    """Register `number` images of a registered data set, spread evenly over it, all if it has no
+    more; the new name. Its metadata is as that of a slice."""
+    name = f"{base} ({number} images)"
+    if name in DatasetCatalog.list():  # BASE may have become another data set since
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+
+    def load() -> list[dict]:
+        records = DatasetCatalog.get(base)
+        _copy_metadata(base, name)
+        count = min(number, len(records))
+        return [records[i * len(records) // count] for i in range(count)]
+
+    DatasetCatalog.register(name, load)
+    _copy_metadata(base, name)
+    return name
 
 
 def _copy_metadata(base: str, name: str) -> None:

@@ -1,5 +1,6 @@
 """What all tasks share: from a config to a trained and evaluated model."""
 
+from .corruption import corruption_benchmark
 from .image_arguments import add_image_arguments, batches_of
 from .launch import launch
 from .lazy import load_lazy_config, train_or_evaluate_lazy
@@ -12,6 +13,7 @@ __all__ = [
     "add_image_arguments",
     "argument_parser",
     "batches_of",
+    "corruption_benchmark",
     "launch",
     "load_config",
     "load_lazy_config",

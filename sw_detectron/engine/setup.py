@@ -113,11 +113,20 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
         UserError: a file, a key or a value is wrong.
     """
     cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
+    return cfg, trained_model(cfg)
+
+
+def trained_model(cfg: CfgNode) -> nn.Module:
+    """The model of a config in evaluation mode, with MODEL.WEIGHTS.
+
+    Raises:
+        UserError: the file, or a value of the config, is wrong.
+    """
     check_weights("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR, resume=False)
     with named_by_key(cfg):
         model = build_model(cfg)
     Checkpointer(model, cfg=cfg).load(cfg.MODEL.WEIGHTS)
-    return cfg, model.eval()
+    return model.eval()
 
 
 def setup(args: argparse.Namespace) -> CfgNode:

@@ -30,9 +30,9 @@ def write_results(
         config: the config's name.
         iterations: how long the model was trained, if that is known.
     """
-    record = {"config": config, "iterations": iterations, "results": _finite(results)}
-    _write(Path(folder) / "results.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
-    _write(Path(folder) / "results.md", markdown_table(results, config, iterations) + "\n")
+    record = {"config": config, "iterations": iterations, "results": finite(results)}
+    write_text(Path(folder) / "results.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_text(Path(folder) / "results.md", markdown_table(results, config, iterations) + "\n")
 
 
 def markdown_table(
@@ -70,15 +70,17 @@ def of_category(metric: str) -> bool:
     return "-" in metric
 
 
-def _finite(values: Mapping) -> dict:
+def finite(values: Mapping) -> dict:
+    """Nested numbers as JSON has them: None for what is not finite."""
     return {
-        key: _finite(value)
+        key: finite(value)
         if isinstance(value, Mapping)
         else (float(value) if math.isfinite(value) else None)
         for key, value in values.items()
     }
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
     with written_whole(path) as unfinished:
         unfinished.write_text(text)

@@ -1,7 +1,7 @@
 """Data sets of labelled images: folders of classes, ImageNet, CIFAR-10 and CIFAR-100.
 
 A registered data set is a list of records. Each has a `label`, the index of its class, and either
-a `file_name` or the pixels themselves, an `image` (H, W, 3), uint8 RGB.
+a `file_name` or the pixels themselves, an `image` (H, W, 3), uint8 RGB, and its `image_id`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torchvision import datasets as torchvision_datasets
 from torchvision.transforms import v2
 
-from ...data.images import decode_image, image_files, is_visible, why_unreadable
+from ...data.images import as_changed, decode_image, image_files, is_visible, why_unreadable
 from ...data.registration import datasets_root, register_dataset
 from ...errors import UserError
 from .model import IGNORED_LABEL
@@ -112,7 +112,10 @@ def _register_cifar(root: Path, name: str, split: str, dataset: type) -> None:
     register_images(
         f"{name}_{split}",
         unpacked,
-        lambda: [{"image": x, "label": y} for x, y in zip(read().data, read().targets)],
+        lambda: [
+            {"image": x, "label": y, "image_id": i}
+            for i, (x, y) in enumerate(zip(read().data, read().targets))
+        ],
         lambda: tuple(read().classes),
         remedy=remedy,
     )
@@ -287,8 +290,9 @@ class CorruptImages:
 
 
 def _decode(record: dict) -> Image.Image:
-    pixels = record["image"] if "image" in record else decode_image(record["file_name"], "RGB")
-    return Image.fromarray(pixels)
+    if "image" in record:
+        return as_changed(record.get("image_id", ""), Image.fromarray(record["image"]))
+    return Image.fromarray(decode_image(record["file_name"], "RGB"))
 
 
 # Transforms
