@@ -60,8 +60,8 @@ def _record(weights: str) -> RunRecord:
     path = fetched(weights) if "://" in weights else weights
     try:
         return _read_record(weights, path, os.stat(path).st_mtime_ns)
-    except OSError as error:
-        raise UserError(f"weights {weights!r}: {error.strerror}") from None
+    except FileNotFoundError:
+        raise UserError(f"weights {weights!r} do not exist") from None
 
 
 @functools.lru_cache(maxsize=1)
