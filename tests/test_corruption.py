@@ -371,7 +371,6 @@ def test_a_subset_is_spread_evenly(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_processes_measure_what_one_does(folder, weights, tmp_path):
     command = [*TOOL, "--weights", weights[0], "--corruptions", "gaussian_noise,fog"]
     command += ["--severities", "2", "--output"]
