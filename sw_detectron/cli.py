@@ -67,7 +67,8 @@ def add_config_argument(parser: argparse.ArgumentParser, **options) -> None:
         metavar="FILE",
         help="path of a config, or the bare name of one that comes with the package (default: the "
         "config that the weights of a training run carry)",
-        **{"default": "", **options},
+        default=None if options.get("action") == "append" else "",
+        **options,
     )
 
 

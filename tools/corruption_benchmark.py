@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, EXAMPLES)
-    add_config_argument(parser, action="append", default=None)
+    add_config_argument(parser, action="append")
     add = parser.add_argument
     add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
     add("--output", required=True, metavar="DIR", help="folder of the results")
