@@ -256,6 +256,7 @@ def test_the_table_has_two_decimals():
     assert row.split() == "2x32x6x6 contiguous GN 1.28 1.13 (0.99 to 2.00) 17 1.08".split()
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     arguments = ["--device", "cpu", "--threads", "1", "--output", str(tmp_path)]
     arguments += ["--rounds", "2", "--warmup", "1", "--memory-format", "both"]

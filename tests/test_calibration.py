@@ -241,6 +241,7 @@ def on_ranks(rank, world_size):
     return results
 
 
+@pytest.mark.slow
 def test_ranks_equal_one_process(tmp_path):
     results = spawn(on_ranks, 2, tmp_path)
     for case, shares in SHARES.items():
@@ -457,6 +458,7 @@ def check_running_values(cfg: CfgNode, path):
     return sum(isinstance(layer, SwitchWhiten2d) for layer in layers.values()), len(layers)
 
 
+@pytest.mark.slow
 def test_precise_statistics_of_sw_and_bn_are_in_the_checkpoints(shapes, tmp_path):
     trainer = train(tmp_path, "INPUT.RANDOM_FLIP", "none")
     for name in ("model_0000001.pth", "model_final.pth"):

@@ -361,6 +361,7 @@ def test_training_resumes_with_its_best_error_and_reports_images_per_second(
     assert any("classification/top1_error" in r for r in records)
 
 
+@pytest.mark.slow
 def test_a_few_images_are_learned_by_heart(generated, tmp_path):
     run_here(
         *["--config", TOY, *TINY, "DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)],
@@ -505,6 +506,7 @@ def test_there_is_a_config_for_every_cell_of_table_2():
         assert f"output/{name[:-5]}" == cfg.OUTPUT_DIR
 
 
+@pytest.mark.slow
 def test_pretrain_train_and_evaluate_a_detector(generated, tmp_path):
     """The three commands of the README at toy size."""
     run_here("--config", TOY, *TINY, "OUTPUT_DIR", str(tmp_path / "pretrained"))

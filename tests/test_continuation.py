@@ -253,6 +253,7 @@ def classify(folder, errors, *arguments, monkeypatch):
     run_here("--config", TOY, *arguments, *TINY, "OUTPUT_DIR", str(folder))
 
 
+@pytest.mark.slow
 def test_the_best_stays_the_best_when_a_run_is_resumed(tmp_path, monkeypatch):
     run = lambda errors, *arguments: classify(  # noqa: E731
         tmp_path, errors, *arguments, monkeypatch=monkeypatch

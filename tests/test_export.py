@@ -114,6 +114,7 @@ def test_test_time_augmentation_without_augmentation_finds_what_the_model_finds(
     assert not torch.equal(augmented["instances"].scores[best], found.scores[best])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_backbone_has_no_graph_break_and_equals_the_backbone(model):
     torch.compiler.reset()

@@ -129,6 +129,7 @@ def _memory(scale, seconds):
     yield
 
 
+@pytest.mark.slow
 def test_parts_that_fail_leave_the_others_and_what_they_measured():
     parts = [Part(f.__name__, 1.0, f) for f in (_two, _mistake, _fault, _death, _memory)]
     calls = []

@@ -143,6 +143,7 @@ def synchronized(rank, world_size):
     return results, launches, [name for name, _ in collectives.calls]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="ranks without GPUs of their own")
 def test_ranks_with_and_without_samples(tmp_path):
     results = spawn(synchronized, 3, tmp_path)

@@ -75,6 +75,7 @@ def test_the_same_weights_give_the_same_losses_and_gradients(pair, batch):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
+@pytest.mark.slow
 def test_the_same_weights_give_the_same_predictions(pair, batch):
     """To the bit. Untrained, all scores are alike: the threshold is lowered in both."""
     outputs = []

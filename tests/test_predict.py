@@ -339,6 +339,7 @@ def test_a_classifiers_results_are_at_most_five_of_the_confidence_that_is_asked_
         classification_results(scores, picture, classes[:5], "letters", 0.0)
 
 
+@pytest.mark.slow
 def test_standard_error_has_only_lines_for_the_user(dataset, weights, tmp_path):
     """Of a prediction, and of a run that trains, evaluates and knows a CUDA that does not run."""
     environment = os.environ | {"CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

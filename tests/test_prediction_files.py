@@ -20,7 +20,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 class Dark:
     """In the place of a model: finds one thing in each frame, and darkens it."""
 
-    def __init__(self, cfg, confidence):
+    def __init__(self, cfg, metadata, confidence):
         self.frames = 0
 
     def load(self, weights):

@@ -267,6 +267,7 @@ def train_rank(rank, world_size):
     return snapshots.after, model.state_dict()
 
 
+@pytest.mark.slow
 def test_stop_under_distributed_data_parallel(tmp_path):
     (snapshots, first), (_, second) = spawn(train_rank, 2, tmp_path)
     check_stop(snapshots)

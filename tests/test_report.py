@@ -234,6 +234,7 @@ def test_a_run_without_records_is_named(make_run):
         page_of(cfg, nn.Sequential(), RESULTS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 def test_a_browser_without_network_shows_every_picture(make_run, tmp_path):
     path = page_of(make_run(), nn.Sequential(SwitchWhiten2d(16)), RESULTS)

@@ -217,6 +217,7 @@ def test_training_and_exact_evaluation_over_ranks(shapes_here, datasets, tmp_pat
     assert evaluated["sem_seg"] != evaluated["sem_seg_TTA"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(shapes_here, tmp_path):
     options = [*TINY, *"DATASETS.TEST () SOLVER.CHECKPOINT_PERIOD 1 OUTPUT_DIR".split()]
     execute(SHAPES, "--resume", *options, str(tmp_path / "whole"))

@@ -74,6 +74,7 @@ def make_loop(folder, stop=STOP, eval_period=0):
     return Loop(step, schedules, settings, OrderedDict, list, dict), step
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     loop, whole = make_loop(tmp_path)
     loop.resume_or_load(resume=False)
@@ -99,6 +100,7 @@ def test_every_optimizer_follows_its_schedule_and_is_recorded(tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_importance_stops_in_a_step_of_ones_own(tmp_path):
     layers = []
     for stop in (STOP, 1, 0):

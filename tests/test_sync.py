@@ -275,6 +275,7 @@ def subgroups(rank, world_size):
     return y.detach(), layer.running_cov
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks(tmp_path):
     results = spawn(subgroups, 4, tmp_path)
     for pair in ((0, 1), (2, 3)):
@@ -392,6 +393,7 @@ def compiled(rank, world_size):
     return results
 
 
+@pytest.mark.slow
 def test_compiled_layer_of_ranks_with_and_without_samples(tmp_path):
     for result in spawn(compiled, 2, tmp_path):
         for eager, other in result:

@@ -160,6 +160,7 @@ def test_killed_run_on_real_images_resumes_to_the_same_result(shared_data, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_training_records_importance_ratios_and_evaluates(datasets, tmp_path):
     arguments = [*TINY, "SOLVER.MAX_ITER", "2", "DATASETS.TEST", "('shapes_val[:4]',)"]
     done = run([*TRAIN_NET, "--config", SHAPES, *arguments, "OUTPUT_DIR", str(tmp_path)], datasets)
@@ -203,6 +204,7 @@ def test_the_papers_config_on_real_images(shared_data, tmp_path):
     assert "Start inference on 10 batches" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_last_of_two_runs_in_a_folder_is_shown(datasets, tmp_path):
     """Before, the page had the curves of the first run, and its layers."""
     arguments = [*TINY, "DATASETS.TEST", "()", "OUTPUT_DIR", str(tmp_path)]
@@ -216,6 +218,7 @@ def test_the_last_of_two_runs_in_a_folder_is_shown(datasets, tmp_path):
     assert "res3" not in (tmp_path / "report.html").read_text().split("<h2>Config")[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_in_one_line(datasets, tmp_path):
     """The rate explodes at the end of the warm-up; Detectron2's proposals notice it first."""
     schedule = ["SOLVER.MAX_ITER", "60", "SOLVER.CHECKPOINT_PERIOD", "2", "SOLVER.STEPS", "()"]
@@ -235,6 +238,7 @@ def test_a_run_that_diverges_ends_in_one_line(datasets, tmp_path):
     assert not (tmp_path / "inference").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_in_silence_and_can_be_resumed(datasets, tmp_path):
     schedule = ["SOLVER.MAX_ITER", "5000", "SOLVER.CHECKPOINT_PERIOD", "2", "OUTPUT_DIR"]
     command = [*TRAIN_NET, "--config", SHAPES, *TINY, *schedule, str(tmp_path)]
