@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -143,7 +143,7 @@ def keys_of_user(path: str) -> set[str]:
     with PathManager.open(path) as file:
         tree = yaml.load(file, yaml.BaseLoader) or {}  # whose values may be of any type
     bases = tree.pop(BASE_KEY, [])
-    keys = keys_of(tree)
+    keys = set(flatten(tree))
     for base in bases if isinstance(bases, list) else [bases]:
         base = os.path.expanduser(base)
         whole = base.startswith("/") or "://" in base
@@ -152,12 +152,26 @@ def keys_of_user(path: str) -> set[str]:
     return keys
 
 
-def keys_of(tree: dict) -> set[str]:
-    """The keys of a nested config, with their sections, such as "SOLVER.MAX_ITER"."""
-    keys = set()
-    for key, value in tree.items():
-        keys |= {f"{key}.{k}" for k in keys_of(value)} if isinstance(value, dict) else {key}
-    return keys
+def flatten(config: Mapping, prefix: str = "") -> dict[str, object]:
+    """The leaves of a nested config by their dotted keys, as plain data."""
+    leaves = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = plain(value)
+    return leaves
+
+
+def plain(value: object) -> object:
+    """Lists, dicts, texts and numbers alone; of anything else, its name."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _find_base(path: str, derived: str) -> str:

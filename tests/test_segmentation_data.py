@@ -341,15 +341,21 @@ def test_learning_rates_of_head_and_schedule():
         scheduler.step()
 
 
-def test_warm_up_leads_into_the_schedule():
-    cfg = load_config(CONFIG, "SOLVER.MAX_ITER 100 SOLVER.WARMUP_ITERS 20".split())
+def rates_of(overrides):
+    """The rate of each iteration, of a base rate of 1."""
+    cfg = load_config(CONFIG, overrides.split())
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_lr_scheduler(cfg, optimizer)
     rates = []
-    for _ in range(100):
+    for _ in range(cfg.SOLVER.MAX_ITER):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
+    return rates
+
+
+def test_warm_up_leads_into_the_schedule():
+    rates = rates_of("SOLVER.MAX_ITER 100 SOLVER.WARMUP_ITERS 20")
     start, end = 0.001, 0.8**0.9
     expected = [start + (end - start) * i / 20 for i in range(20)]
     expected += [(1 - i / 100) ** 0.9 for i in range(20, 100)]
@@ -357,14 +363,7 @@ def test_warm_up_leads_into_the_schedule():
 
 
 def test_a_warm_up_that_is_longer_than_the_run_leads_to_its_end():
-    cfg = load_config(CONFIG, "SOLVER.MAX_ITER 10 SOLVER.WARMUP_ITERS 25".split())
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_lr_scheduler(cfg, optimizer)
-    rates = []
-    for _ in range(10):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    rates = rates_of("SOLVER.MAX_ITER 10 SOLVER.WARMUP_ITERS 25")
     assert rates == pytest.approx([0.001 * (1 - i / 10) for i in range(10)], rel=1e-9)
 
 

@@ -5,7 +5,8 @@ from detectron2.modeling.backbone.resnet import BottleneckBlock
 from torch import Tensor, nn
 
 from ..layers import SwitchWhiten2d
-from ..modeling.placement import PLACEMENTS, norm_of, numbered_convs, place
+from ..modeling.placement import norm_of, numbered_convs
+from .source_config import placement_config
 
 
 def facts_of_model(model: nn.Module) -> dict[str, object]:
@@ -25,14 +26,9 @@ def _facts_of_resnet(resnet: ResNet) -> dict[str, object]:
     for block in resnet.modules():
         if isinstance(block, BottleneckBlock) and block.stride > 1:
             facts["MODEL.RESNETS.STRIDE_IN_1X1"] = block.conv1.stride[0] > 1
-    convs = numbered_convs(resnet)
-    norms = {conv.number: norm_of(resnet, conv) for conv in convs}
+    norms = {conv.number: norm_of(resnet, conv) for conv in numbered_convs(resnet)}
     layers = {n: norm for n, norm in norms.items() if isinstance(norm, SwitchWhiten2d)}
-    facts["MODEL.SW.LAYERS"] = list(layers)
-    for name in PLACEMENTS if layers else ("none",):
-        if [conv.number for conv in place(convs, name)] == list(layers):
-            facts["MODEL.SW.PLACEMENT"] = name
-            break
+    facts |= placement_config(resnet, list(layers)) | {"MODEL.SW.LAYERS": list(layers)}
     if not layers:
         return facts
     layer = next(iter(layers.values()))

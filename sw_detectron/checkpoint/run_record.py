@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
+from ..config import plain
 from .facts import FACTS_KEY
 
 _CLASSES = ("thing_classes", "stuff_classes")
@@ -42,7 +43,7 @@ def run_record(cfg: CfgNode) -> RunRecord:
     contiguous = known.get("thing_dataset_id_to_contiguous_id")
     if contiguous:
         metadata["category_ids"] = sorted(contiguous, key=contiguous.get)
-    config = {key: _plain(value) for key, value in cfg.items() if key != "OUTPUT_DIR"}
+    config = {key: plain(value) for key, value in cfg.items() if key != "OUTPUT_DIR"}
     return RunRecord(config, dataset, metadata)
 
 
@@ -76,9 +77,3 @@ def changed_record(record: RunRecord, keys: Mapping[str, object]) -> RunRecord:
             node = node.setdefault(section, {})
         node[last] = value
     return replace(record, config=config)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -17,12 +17,9 @@ from tqdm import tqdm
 
 from ..errors import UserError, one_line
 from .annotations import drop_unusable, mended_coco_files
-from .slices import register_slice
+from .slices import register_slice, spread
 
 logger = logging.getLogger(__name__)
-
-SAMPLE = 500
-"""Files of a data set that are opened; of larger ones, so many, evenly spread."""
 
 _EXIF_ORIENTATION = 274
 
@@ -215,13 +212,6 @@ def classes_of(name: str, kind: str) -> tuple[str, ...]:
     """The names of a registered data set's classes; empty if it declares none of this kind."""
     declared = MetadataCatalog.get(name).get(kind)
     return tuple(declared() if callable(declared) else declared or ())
-
-
-def spread(items: Sequence, number: int = SAMPLE) -> list:
-    """All items, or of more than `number` so many, evenly spread."""
-    if len(items) <= number:
-        return list(items)
-    return [items[i * len(items) // number] for i in range(number)]
 
 
 def progress(items: Sequence, name: str) -> tqdm:

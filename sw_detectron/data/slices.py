@@ -2,10 +2,14 @@
 evenly."""
 
 import re
+from collections.abc import Sequence
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..errors import UserError
+
+SAMPLE = 500
+"""Files of a data set that are opened; of larger ones, so many, evenly spread."""
 
 _SLICE = re.compile(r"(?P<base>.+)\[(?P<start>-?\d+|):(?P<stop>-?\d+|)\]", re.DOTALL)
 
@@ -49,12 +53,18 @@ def register_spread(base: str, number: int) -> str:
     def load() -> list[dict]:
         records = DatasetCatalog.get(base)
         _copy_metadata(base, name)
-        count = min(number, len(records))
-        return [records[i * len(records) // count] for i in range(count)]
+        return spread(records, number)
 
     DatasetCatalog.register(name, load)
     _copy_metadata(base, name)
     return name
+
+
+def spread(items: Sequence, number: int = SAMPLE) -> list:
+    """All items, or of more than `number` so many, evenly spread."""
+    if len(items) <= number:
+        return list(items)
+    return [items[i * len(items) // number] for i in range(number)]
 
 
 def _copy_metadata(base: str, name: str) -> None:

@@ -13,31 +13,12 @@ from detectron2.utils import comm
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config import flatten
+
 # Where the run writes, which changes when its folder is moved.
 _PLACES = ("OUTPUT_DIR", "train.output_dir")
 # A file that a resumed run does not read.
 _UNREAD = ("MODEL.WEIGHTS", "train.init_checkpoint")
-
-
-def flatten(config: Mapping, prefix: str = "") -> dict[str, object]:
-    """The leaves of a nested config by their dotted keys, as plain data."""
-    leaves = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            leaves |= flatten(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = _plain(value)
-    return leaves
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def run_facts(config: Mapping) -> dict[str, object]:

@@ -28,6 +28,7 @@ from ..analysis.corruption import (
     values_by_metric,
 )
 from ..cli import config_for_each, names_of_networks, output_folder
+from ..config import flatten
 from ..data.corruptions import (
     CORRUPTIONS,
     SEVERITIES,
@@ -320,15 +321,7 @@ def _key(record: Mapping) -> str | int:
 
 def _config_text(cfg: CfgNode) -> str:
     """All that may change a result."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    for key in _LEFT_OUT:
-        *path, last = key.split(".")
-        node = cfg
-        for part in path:
-            node = node[part]
-        del node[last]
-    return cfg.dump()
+    return repr({key: value for key, value in flatten(cfg).items() if key not in _LEFT_OUT})
 
 
 def _digest(*parts: object) -> str:

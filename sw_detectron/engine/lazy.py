@@ -16,11 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ..checkpoint import Checkpointer
-from ..config import default_output_dir, find_config
+from ..config import default_output_dir, find_config, flatten
 from ..errors import UserError, one_line
 from ..modeling.summary import sw_table
 from ..task import all_tasks
-from .continuation import flatten
 from .data_check import check_lazy_data, lazy_dataset_names, logs_held_back, release_logs
 from .loop import Loop, RunSettings, to_parallel
 from .setup import check_amp, check_weights

@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint import Checkpointer
 from ..checkpoint.reading import fetched
 from ..cli import add_config_argument, make_parser
-from ..config import add_sw_config, default_output_dir, find_config, keys_of, keys_of_user
+from ..config import add_sw_config, default_output_dir, find_config, flatten, keys_of_user
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..errors import UserError, one_line
 from ..task import all_tasks, find_task
@@ -67,7 +67,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
         given |= _merge_file(cfg, config_file)
     else:
         adopt_config(cfg, dict(zip(opts[::2], opts[1::2])).get("MODEL.WEIGHTS", ""))
-        given |= keys_of(cfg)
+        given |= set(flatten(cfg))
     for key, value in zip(opts[::2], opts[1::2]):
         try:
             cfg.merge_from_list([key, value])

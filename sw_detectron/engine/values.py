@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from detectron2.config import CfgNode, get_cfg
 from omegaconf import DictConfig, OmegaConf
 
-from ..config import add_sw_config
+from ..config import add_sw_config, flatten
 from ..errors import UserError, one_line
-from .continuation import flatten
 from .schedule import EPOCH_KEYS
 
 # The lowest value of a key that training reads, or of each item of one that is a list. None, where
