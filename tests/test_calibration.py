@@ -466,6 +466,7 @@ def test_precise_statistics_of_sw_and_bn_are_in_the_checkpoints(shapes, tmp_path
         assert check_running_values(trainer.cfg, tmp_path / name) == (5, 28)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_finds_the_same_precise_statistics(shapes, tmp_path):
     """With augmentation, which draws from the same random numbers as the proposals."""
     (tmp_path / "cut").mkdir()

@@ -1,6 +1,7 @@
 """A run that is resumed with other values: they hold, and the log says so."""
 
 import logging
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,14 @@ def begin(folder, **solver):
     return loop
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The folder of a run as it was configured first."""
+    folder = tmp_path_factory.mktemp("begun")
+    begin(folder)
+    return folder
+
+
 def resume(folder, done, cfg, **kwargs):
     (folder / "last_checkpoint").write_text(f"model_{done - 1:07d}.pth")
     loop = make(folder, cfg, **kwargs)
@@ -103,8 +112,8 @@ def options(loop):
         ("CLIP_GRADIENTS.ENABLED", True),
     ],
 )
-def test_the_new_value_holds_and_is_named(tmp_path, caplog, key, value):
-    begin(tmp_path)
+def test_the_new_value_holds_and_is_named(begun, tmp_path, caplog, key, value):
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     cfg, fresh_cfg = config(**{key: value}), config(**{key: value})
     with caplog.at_level(logging.WARNING):
         loop = resume(tmp_path, 3, cfg)

@@ -191,6 +191,7 @@ def test_an_error_leaves_numpys_generator_too(monkeypatch):
     assert np.array_equal(np.random.get_state()[1], before)  # noqa: NPY002
 
 
+@pytest.mark.slow
 def test_another_process_sees_the_same_pixels():
     chosen = ("gaussian_noise", "impulse_noise", "snow", "frost", "elastic_transform")
     script = (

@@ -108,11 +108,14 @@ def gradcheck(layer, x, training):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("whitening", ["newton", "eigh"])
-@pytest.mark.parametrize("statistics", SUBSETS, ids="+".join)
+@pytest.mark.parametrize(
+    "statistics, whitening",
+    [(s, w) for s in SUBSETS for w in ("newton", "eigh") if w == "newton" or {"bw", "iw"} & {*s}],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
 def test_gradients(statistics, whitening, training):
     layer = make_layer(6, num_pergroup=3, statistics=statistics, whitening=whitening)
-    assert gradcheck(layer, correlated(2, 6, 2, 3), training)
+    assert gradcheck(layer, correlated(2, 6, 2, 2), training)
 
 
 @pytest.mark.parametrize("options", [{"tie_weight": True}, {"affine": False}], ids=str)

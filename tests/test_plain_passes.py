@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from helpers.kernel_cases import FORMATS, formats, moments64, pixels64
+from helpers.kernel_cases import FORMAT_NAMES, FORMATS, moments64, pixels64
 
 from sw_detectron.layers import plain
 from sw_detectron.layers.plain.passes import affine, cross_moments, input_gradient
 
 
-@formats
+@pytest.mark.parametrize("memory_format", FORMATS, ids=FORMAT_NAMES)
 @pytest.mark.parametrize("deviations", [10, 50, 250])
 def test_moments_of_a_mean_of_many_standard_deviations(deviations, memory_format):
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def test_moments_of_no_samples(device, diagonal):
     assert cov.shape == ((0, 2, 16) if diagonal else (0, 2, 16, 16))
 
 
-@formats
+@pytest.mark.parametrize("memory_format", FORMATS, ids=FORMAT_NAMES)
 def test_moments_of_images_that_are_taken_in_pieces(memory_format):
     """2^18 values at a time are centred, which is less than one image."""
     torch.manual_seed(0)

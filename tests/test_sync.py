@@ -67,7 +67,7 @@ def all_cases(rank, world_size):
 
 @pytest.fixture(
     scope="module",
-    params=[2, 3, pytest.param(4, marks=pytest.mark.slow)],
+    params=[2, 3, 4],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request, tmp_path_factory):
@@ -190,7 +190,7 @@ def trainings(rank, world_size):
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_training_equals_one_process(world_size, tmp_path):
     results = spawn(trainings, world_size, tmp_path)
     batches = sgd_batches(world_size)
@@ -275,7 +275,6 @@ def subgroups(rank, world_size):
     return y.detach(), layer.running_cov
 
 
-@pytest.mark.slow
 def test_a_group_of_some_ranks(tmp_path):
     results = spawn(subgroups, 4, tmp_path)
     for pair in ((0, 1), (2, 3)):

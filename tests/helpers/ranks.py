@@ -1,5 +1,6 @@
 """Functions run by several processes that form one group, and what they send each other."""
 
+import multiprocessing
 import pickle
 from datetime import timedelta
 
@@ -7,10 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Processes are forked from one that has imported these, which takes longer than most functions.
+multiprocessing.set_forkserver_preload(["sw_detectron", "detectron2.engine", "pytest"])
+
 
 def spawn(function, world_size, folder):
     """Run `function(rank, world_size)` in as many gloo processes; returns what each returned."""
-    mp.spawn(_start, (function, world_size, str(folder)), nprocs=world_size)
+    arguments = (function, world_size, str(folder))
+    mp.start_processes(_start, arguments, nprocs=world_size, start_method="forkserver")
     return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world_size)]
 
 
