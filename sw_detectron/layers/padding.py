@@ -35,6 +35,10 @@ class Extent(NamedTuple):
         """The number of each sample."""
         return [rows * columns for rows, columns in zip(self.rows, self.columns)]
 
+    def of_sample(self, index: int) -> "Extent":
+        """That of one sample alone."""
+        return Extent(self.rows[index : index + 1], self.columns[index : index + 1])
+
     def mask(self, height: int, width: int, device: torch.device) -> Tensor:
         """(N, 1, H, W), True where a pixel belongs to the image."""
         rows, columns = (torch.tensor(t, device=device)[:, None] for t in self)

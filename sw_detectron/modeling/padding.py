@@ -134,7 +134,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     del module.__dict__["__prepare_scriptable__"]
     for handle in module.__dict__.pop(_HANDLES):
         handle.remove()
-    return module
+    prepare = getattr(module, "__prepare_scriptable__", None)  # of its class
+    return module if prepare is None else prepare()
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -40,7 +40,7 @@ def moments(
         mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G).
     """
     if extent is not None:
-        inside = (image[..., :h, :w] for image, h, w in zip(x.split(1), *extent))
+        inside = (image[:, :, :h, :w] for image, h, w in zip(x.split(1), *extent))
         parts = [moments(_dense(image, x), num_pergroup, diagonal) for image in inside]
         mean, cov = (torch.cat(part) for part in zip(*parts))
         return mean, cov
