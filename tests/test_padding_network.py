@@ -49,7 +49,7 @@ def trained(model):
             if isinstance(module, SwitchWhiten2d):
                 module.sw_mean_weight.normal_(generator=generator)
             if isinstance(module, RetinaNetHead):
-                module.cls_score.weight.normal_(0, 0.1, generator=generator)
+                module.cls_score.weight.normal_(0, 1, generator=generator)
     return model
 
 
