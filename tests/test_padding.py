@@ -178,7 +178,7 @@ def test_other_types_are_near_float64(dtype):
 
 def test_the_moments_of_a_part_of_an_image():
     x = correlated(2, 8, 6, 6)
-    mean, cov = plain.moments(x, 4, diagonal=False, extent=Extent((6, 2), (3, 5)))
+    mean, cov = plain.moments(x, 4, diagonal=False, extent=Extent(((6, 3), (2, 5))))
     for n, (h, w) in enumerate([(6, 3), (2, 5)]):
         pixels = x[n, 4:, :h, :w].reshape(4, -1)
         near(mean[n, 1], pixels.mean(dim=1))
@@ -189,9 +189,8 @@ def test_the_moments_of_a_part_of_an_image():
 def test_the_rows_of_a_map_are_rounded_up(side, expected):
     sizes = ImageSizes(((40, 64), (64, 64)), 64, 64)
     extent = sizes.extent(torch.empty(2, 1, side, side))
-    assert (None if extent is None else extent.rows) == (
-        None if expected == side else (expected, side)
-    )
+    found = None if extent is None else extent.sides
+    assert found == (None if expected == side else ((expected, side), (side, side)))
 
 
 def test_a_map_of_other_images_is_refused():

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import plain
 from .backend import backend_of_call
 from .compiled import compiled_switch_whiten
 from .composed import composed_switch_whiten
@@ -86,7 +85,7 @@ def switch_whiten(
         return _empty_output(x, parameters)
     if torch.compiler.is_compiling() and extent is None:
         return compiled_switch_whiten(pixels, parameters, running, options).reshape(x.shape)
-    backend = plain if extent else backend_of_call(x, parameters, running, options)
+    backend = backend_of_call(x, parameters, running, options, extent is not None)
     y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend, extent)
     return y if x.numel() > 0 else y.reshape(x.shape)
 

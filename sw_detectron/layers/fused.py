@@ -26,12 +26,11 @@ class FusedSwitchWhiten(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean_weight, var_weight, *rest) -> Tensor:
         *running, options, backend, extent = rest
         parameters = Parameters(weight, bias, mean_weight, var_weight)
-        padded = {} if extent is None else {"extent": extent}
-        y, kept, extra = backend.forward(x, parameters, Running(*running), options, **padded)
+        y, kept, extra = backend.forward(x, parameters, Running(*running), options, extent)
         # In training the running values change, and are not used.
         constants = running if options.of_batch and not options.training else (None, None)
         ctx.save_for_backward(x, *parameters, *constants, *kept)
-        ctx.options, ctx.backend, ctx.extra, ctx.padded = options, backend, extra, padded
+        ctx.options, ctx.backend, ctx.extra, ctx.extent = options, backend, extra, extent
         return y
 
     @staticmethod
@@ -44,7 +43,7 @@ class FusedSwitchWhiten(torch.autograd.Function):
         else:
             grads = ctx.backend.backward(
                 *(dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]),
-                **ctx.padded,
+                ctx.extent,
             )
         return *grads, None, None, None, None, None
 
@@ -61,7 +60,7 @@ def _differentiable_backward(
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = None if running.mean is None else running_values(running, dtype, options)
     # Statistics of the batch are computed again, with their gradients.
-    y, *_ = composed_switch_whiten(*inputs, values, options, ctx.padded.get("extent"))
+    y, *_ = composed_switch_whiten(*inputs, values, options, ctx.extent)
     needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
     found = torch.autograd.grad(y, [inputs[i] for i in needed], dy, create_graph=True)
     grads = [None] * len(inputs)

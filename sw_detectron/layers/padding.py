@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +19,36 @@ statistics; and besides, lets convolutions see zeros there, as beyond the border
 """
 
 
-class Extent(NamedTuple):
+@dataclass(frozen=True)
+class Extent:
     """The part of each of N samples that belongs to its image, from the upper left corner.
 
     Attributes:
-        rows, columns: N numbers each, which may be 0.
+        sides: rows and columns of each, which may be 0.
     """
 
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
+    sides: tuple[tuple[int, int], ...]
+    _tensors: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def pixels(self) -> list[int]:
         """The number of each sample."""
-        return [rows * columns for rows, columns in zip(self.rows, self.columns)]
+        return [rows * columns for rows, columns in self.sides]
 
     def of_sample(self, index: int) -> "Extent":
         """That of one sample alone."""
-        return Extent(self.rows[index : index + 1], self.columns[index : index + 1])
+        return Extent(self.sides[index : index + 1])
+
+    def on(self, device: torch.device) -> Tensor:
+        """`sides` as (N, 2), int32, copied once to each device."""
+        if device not in self._tensors:
+            sides = torch.tensor(self.sides, dtype=torch.int32).view(-1, 2)
+            self._tensors[device] = sides.to(device)
+        return self._tensors[device]
 
     def mask(self, height: int, width: int, device: torch.device) -> Tensor:
         """(N, 1, H, W), True where a pixel belongs to the image."""
-        rows, columns = (torch.tensor(t, device=device)[:, None] for t in self)
+        rows, columns = self.on(device)[..., None].unbind(dim=1)
         inside_rows = torch.arange(height, device=device) < rows
         inside_columns = torch.arange(width, device=device) < columns
         return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
@@ -59,6 +66,7 @@ class ImageSizes:
     sizes: tuple[tuple[int, int], ...]
     height: int
     width: int
+    _extents: dict = field(default_factory=dict, repr=False, compare=False)
     _masks: dict = field(default_factory=dict, repr=False, compare=False)
 
     def extent(self, x: Tensor) -> Extent | None:
@@ -80,11 +88,13 @@ class ImageSizes:
         height, width = x.shape[2:]
         if self.height == 0 or self.width == 0:
             return None
-        rows = tuple(-(-h * height // self.height) for h, _ in self.sizes)
-        columns = tuple(-(-w * width // self.width) for _, w in self.sizes)
-        if min(rows, default=height) == height and min(columns, default=width) == width:
-            return None
-        return Extent(rows, columns)
+        if (height, width) not in self._extents:
+            sides = tuple(
+                (-(-h * height // self.height), -(-w * width // self.width)) for h, w in self.sizes
+            )
+            padded = any(side != (height, width) for side in sides)
+            self._extents[height, width] = Extent(sides) if padded else None
+        return self._extents[height, width]
 
     def mask(self, x: Tensor) -> Tensor | None:
         """`Extent.mask` of a map; None if all pixels belong to images."""

@@ -201,7 +201,7 @@ def _with_border(x: Tensor) -> Tensor:
     if extent is None:
         return x
     x = x.clone()
-    for image, rows, columns in zip(x, *extent):
+    for image, (rows, columns) in zip(x, extent.sides):
         if 0 < rows < x.shape[2]:
             image[:, rows] = image[:, rows - 1]
         if 0 < columns < x.shape[3]:

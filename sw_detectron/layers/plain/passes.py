@@ -40,7 +40,7 @@ def moments(
         mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G).
     """
     if extent is not None:
-        inside = (image[:, :, :h, :w] for image, h, w in zip(x.split(1), *extent))
+        inside = (image[:, :, :h, :w] for image, (h, w) in zip(x.split(1), extent.sides))
         parts = [moments(_dense(image, x), num_pergroup, diagonal) for image in inside]
         mean, cov = (torch.cat(part) for part in zip(*parts))
         return mean, cov
@@ -124,7 +124,7 @@ def input_gradient(
         dx = input_gradient(dy, x, center, dy_matrix, x_matrix, bias)
         nothing = torch.zeros_like(bias[:1])
         matrices = _repeat(dy_matrix, len(x)).split(1)
-        for i, (matrix, rows, columns) in enumerate(zip(matrices, *extent)):
+        for i, (matrix, (rows, columns)) in enumerate(zip(matrices, extent.sides)):
             image = slice(i, i + 1), slice(None)
             below = *image, slice(rows, None)
             beside = *image, slice(rows), slice(columns, None)
