@@ -94,7 +94,6 @@ def test_from_a_config():
     "depth, error",
     [
         (20, 18.97),
-        pytest.param(44, 17.33, marks=pytest.mark.slow),
         pytest.param(56, 16.80, marks=pytest.mark.slow),
     ],
 )

@@ -191,6 +191,7 @@ def test_the_papers_config_on_real_images(shared_data, tmp_path):
         SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 2 DATALOADER.NUM_WORKERS 1
         INPUT.MIN_SIZE_TRAIN (128,) INPUT.MAX_SIZE_TRAIN 160
         INPUT.MIN_SIZE_TEST 128 INPUT.MAX_SIZE_TEST 160 DATASETS.TEST ('coco_2017_val[:10]',)
+        TEST.PRECISE_BN.NUM_ITER 2
     """.split()
     small += ["OUTPUT_DIR", str(tmp_path)]
     done = run([*TRAIN_NET, "--config", PAPER, *small], shared_data / "data")
