@@ -137,9 +137,9 @@ def _input_gradient_kernel(
             if extent_ptr is None:
                 dx = multiply(x_matrix, x, dx) + bias[:, None]
             else:
-                more = multiply(x_matrix, x, tl.zeros((GP, BLOCK), dtype=tl.float32))
+                by_statistics = multiply(x_matrix, x, tl.zeros((GP, BLOCK), dtype=tl.float32))
                 of_image = counts(extent_ptr, sample, pixel, width)
-                dx += tl.where(of_image[None, :], more + bias[:, None], 0.0)
+                dx += tl.where(of_image[None, :], by_statistics + bias[:, None], 0.0)
         store_tile(dx_ptr + rows, pixel, x_stride_pixel, inside, dx)
 
 
