@@ -44,6 +44,9 @@ def add_sw_config(cfg: CfgNode) -> None:
     cfg.MODEL.SW.MOMENTUM = 0.1
     # Take the batch's statistics over all processes.
     cfg.MODEL.SW.SYNC = True
+    # The padding of images to a common size: counted as pixels of the image, ignored by SW's
+    # statistics, or zeroed too for all convolutions.
+    cfg.MODEL.SW.PADDING = "counted"
     # Weight decay of the importance weights. None: WEIGHT_DECAY, as the authors trained.
     cfg.SOLVER.WEIGHT_DECAY_IMPORTANCE = None
     # Multiplies the learning rate of the importance weights.

@@ -10,6 +10,8 @@
   bare names in `_BASE_`.
 - `detection_utils.read_image`, by which Detectron2's mappers read images, is `data.images`'s: what
   a detector is trained on is what it sees in prediction, and an unreadable file is named.
+- `ImageList` notes the sizes of its images, for norms that leave padding out of their statistics.
+- `build_model`'s meta-architectures do with padding what MODEL.SW.PADDING says.
 
 `python -m sw_detectron.run` makes two more, for the script that it runs; see `run.py`.
 """
@@ -25,7 +27,8 @@ from detectron2.config import CfgNode, configurable
 from detectron2.data import detection_utils
 from detectron2.engine import hooks
 from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d, batch_norm
-from detectron2.modeling.meta_arch import retinanet
+from detectron2.modeling.meta_arch import build, retinanet
+from detectron2.structures import ImageList
 from torch import nn
 
 from .config import load_yaml_with_base
@@ -33,6 +36,7 @@ from .data.images import read_image
 from .layers import SwitchWhiten2d
 from .modeling import norms
 from .modeling.calibration import PooledMoments, calibrated_layers, set_running_values
+from .modeling.padding import note_image_sizes, set_padding
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ def apply_patches() -> None:
         _extend_freezing()
         _extend_retinanet_head()
         _extend_precise_bn()
+        _extend_image_list()
+        _extend_build_model()
 
 
 def _extend_get_norm() -> None:
@@ -179,3 +185,36 @@ def _extend_precise_bn() -> None:
             set_running_values(layers[name][0], mean, cov)
 
     hooks.PreciseBN.update_stats = update_with_sw
+
+
+def _extend_image_list() -> None:
+    """Let the layers know the sizes of the images that a model puts into one tensor."""
+    initialize = ImageList.__init__
+
+    @functools.wraps(initialize)
+    def initialize_and_note(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        note_image_sizes(self)
+
+    ImageList.__init__ = initialize_and_note
+
+
+def _extend_build_model() -> None:
+    """Let models do what MODEL.SW.PADDING says, outside of their backbone too.
+
+    The function is replaced in place, for those who have imported it under a name of their own.
+    """
+    function = build.build_model
+    original = types.FunctionType(function.__code__, function.__globals__, "built_in_build_model")
+
+    def build_with_padding(cfg):
+        return _sw_detectron_build_model(cfg)  # noqa: F821, an entry of its globals
+
+    def extended(cfg):
+        model = original(cfg)
+        if "SW" in cfg.MODEL:
+            set_padding(model, cfg.MODEL.SW.PADDING)
+        return model
+
+    build._sw_detectron_build_model = extended
+    function.__code__ = build_with_padding.__code__

@@ -70,8 +70,9 @@ class Task:
     def build_predictor(self, cfg: CfgNode, confidence: float) -> Callable[[np.ndarray], dict]:
         """A function from a picture (H, W, 3), uint8, BGR, to the model's outputs.
 
-        Its attribute `model` is the model, with the weights of MODEL.WEIGHTS or, if that is empty,
-        with those that it was initialized with.
+        It may have a method `batch`, of several pictures at once, which gives a list of the outputs
+        that it gives of each alone. Its attribute `model` is the model, with the weights of
+        MODEL.WEIGHTS or, if that is empty, with those that it was initialized with.
 
         Args:
             confidence: the lowest score of a result that is wanted.

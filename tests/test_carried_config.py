@@ -64,6 +64,7 @@ def run_predict(output, inputs, weights, config_file=""):
             inputs=[str(part) for part in inputs],
             output=str(output),
             confidence=0.0,
+            batch=1,
         )
     )
     return json.loads((output / "predictions.json").read_text())

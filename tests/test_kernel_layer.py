@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sw_detectron.layers import STATISTICS, backend, set_backend, triton
 from sw_detectron.layers.check import disagreement
+from sw_detectron.layers.padding import image_sizes
 from sw_detectron.layers.triton import plan
 from sw_detectron.layers.triton.common import tl
 from sw_detectron.layers.triton.common import triton as compiler
@@ -168,6 +169,54 @@ def wrong_newton_backward(normalized, identity, iterates, grad_p, T: tl.constexp
     return grad_p
 
 
+# Sizes of images, of which the largest is that of the map: within a chunk and over several, images
+# of one pixel and of none.
+PADDED = [
+    (("bw", "iw"), torch.channels_last, [(9, 7), (4, 7), (9, 3)]),
+    (STATISTICS, torch.contiguous_format, [(33, 36), (40, 10)]),
+    (("iw", "ln"), torch.contiguous_format, [(6, 6), (1, 1)]),
+    (("bw", "bn"), torch.channels_last, [(6, 6), (0, 3)]),
+]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("statistics, memory_format, sizes", PADDED)
+def test_padding_is_left_out(statistics, memory_format, sizes, training):
+    """As by plain PyTorch in float64, which other tests compare with images alone."""
+    height, width = (max(sides) for sides in zip(*sizes))
+    results = []
+    for name, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        set_backend(name)
+        layer = make_layer(16, num_pergroup=8, statistics=statistics, padding="ignored")
+        layer = layer.to(DEVICE, dtype).train(training)
+        x, dy = (correlated(len(sizes), 16, height, width, seed=seed) for seed in (1, 2))
+        x = x.to(DEVICE, dtype).contiguous(memory_format=memory_format).requires_grad_()
+        with image_sizes(sizes, (height, width)):
+            y = layer(x)
+        y.backward(dy.to(x))
+        gradients = [p.grad for p in layer.parameters()]
+        results.append([y.detach(), x.grad, *gradients, *layer.buffers()])
+    for expected, actual in zip(*results):
+        # Where an image has one pixel, 1 / √ε amplifies the rounding of x - μ̂.
+        error = (actual.double() - expected).abs().max()
+        assert error <= 2e-4 * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_takes_no_launch_more(training):
+    layer = make_layer(16, num_pergroup=8, padding="ignored").float().train(training)
+    x = torch.zeros(2, 16, 6, 6, device=DEVICE)
+    launches = []
+    for sizes in (None, [(6, 6), (4, 6)]):
+        with triton.replaced_launches(lambda launch, _: launches.append(launch.kernel)):
+            with image_sizes(sizes, (6, 6)):
+                y = layer.to(DEVICE)(x.clone().requires_grad_())
+            y.backward(torch.zeros_like(y))
+    half = len(launches) // 2
+    assert half == (7 if training else 6)
+    assert launches[:half] == launches[half:]
+
+
 def break_a_kernel(monkeypatch):
     module = sys.modules[plan.whiten_backward.__module__]
     monkeypatch.setattr(module, "newton_backward", wrong_newton_backward)
@@ -183,7 +232,8 @@ def break_triton(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_good_kernels_pass_their_check(dtype):
     x = torch.zeros(1, 8, 1, 1, dtype=dtype, device=DEVICE)
-    assert disagreement(x, make_options(("bw", "ln"), 8)) is None
+    for padded in (False, True):
+        assert disagreement(x, make_options(("bw", "ln"), 8), padded) is None
 
 
 @pytest.mark.parametrize(
@@ -216,7 +266,8 @@ def test_a_hundredth_and_what_is_no_number_fail_the_check(monkeypatch, factor):
     scaled = lambda *args: tuple(gradient * factor for gradient in exact(*args))  # noqa: E731
     monkeypatch.setattr(triton, "backward", scaled)
     x = torch.zeros(1, 8, 1, 1, device=DEVICE)
-    assert "gradient of x differs" in disagreement(x, make_options(("bw", "iw"), 8))
+    for padded in (False, True):
+        assert "gradient of x differs" in disagreement(x, make_options(("bw", "iw"), 8), padded)
 
 
 def test_every_number_of_iterations_is_checked_once(monkeypatch):
@@ -224,7 +275,7 @@ def test_every_number_of_iterations_is_checked_once(monkeypatch):
     monkeypatch.setattr(backend, "_objections", {})
     monkeypatch.setattr(triton, "needs_no_check", lambda: False)
     monkeypatch.setattr(
-        backend, "disagreement", lambda x, options: checked.append(options.num_iterations)
+        backend, "disagreement", lambda x, options, _: checked.append(options.num_iterations)
     )
     x = correlated(2, 8, 3, 3, dtype=torch.float32).to(DEVICE)
     for iterations in (3, 5, 3):

@@ -148,11 +148,13 @@ def test_overrides_reach_the_sw_layers():
     overrides = """
         model.backbone.bottom_up.norm=SWb model.backbone.bottom_up.placement=[1,3]
         +model.backbone.bottom_up.num_pergroup=32 +model.backbone.bottom_up.statistics=[bw,ln]
+        train.padding=ignored
     """.split()
     rows = sw_layers(build_lazy_model(load_lazy_config(f"{NAME}.py", overrides)))
     assert [row.name for row in rows] == ["stem.conv1", "res2.0.conv2"]
     assert all(row.layer.num_pergroup == 32 for row in rows)
     assert all(row.layer.statistics == ("bw", "ln") for row in rows)
+    assert all(row.layer.padding == "ignored" for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,7 @@ def test_a_config_is_read_from_within_its_folder_too(monkeypatch):
         ("model.backbone.bottom_up.placement=everywhere", "everywhere.*imagenet"),
         ("+model.backbone.bottom_up.num_pergroup=48", r"stem\.conv1.*48"),
         ("+model.backbone.bottom_up.groups=4", "groups"),
+        ("train.padding=none", "train.padding .*zeroed.*'none'"),
     ],
 )
 def test_norms_that_do_not_fit_are_named(override, words):

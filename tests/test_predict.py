@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,7 +16,7 @@ import torch
 from detectron2.data import Metadata, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.engine import DefaultPredictor
-from detectron2.modeling import build_model
+from detectron2.modeling import GeneralizedRCNN, build_model
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 from pycocotools.coco import COCO
@@ -74,7 +75,7 @@ def video(dataset, tmp_path):
     return path
 
 
-def run(weights, output, *inputs, confidence=0.0) -> list[dict]:
+def run(weights, output, *inputs, confidence=0.0, batch=1) -> list[dict]:
     predict(
         Namespace(
             config_file=SHAPES,
@@ -82,6 +83,7 @@ def run(weights, output, *inputs, confidence=0.0) -> list[dict]:
             inputs=[*map(str, inputs), *TINY],
             output=str(output),
             confidence=confidence,
+            batch=batch,
         )
     )
     return json.loads((output / "predictions.json").read_text())
@@ -263,15 +265,15 @@ def predictor_of(config, *overrides, confidence=0.0):
 
 @pytest.mark.usefixtures("_datasets")
 def test_models_of_other_kinds_give_what_they_know():
-    found, picture = predictor_of(SHAPES, *SEGMENTOR, "PanopticFPN")(FRAME)
+    ((found, picture),) = predictor_of(SHAPES, *SEGMENTOR, "PanopticFPN")([FRAME])
     assert found and {r["category_id"] for r in found} <= {5, 6, 7, 8}
     assert all("segmentation" in r and "score" in r for r in found)
     assert picture.shape == (384, 512, 3)
-    found, picture = predictor_of(SHAPES, *SEGMENTOR, "SemanticSegmentor")(FRAME)
+    ((found, picture),) = predictor_of(SHAPES, *SEGMENTOR, "SemanticSegmentor")([FRAME])
     masks = sum(mask_util.decode(r["segmentation"]).astype(int) for r in found)
     assert (masks == np.ones((90, 120))).all()
     assert {r["category_id"] for r in found} <= set(range(5))
-    found, _ = predictor_of(SHAPES, *KEYPOINTS)(FRAME)
+    ((found, _),) = predictor_of(SHAPES, *KEYPOINTS)([FRAME])
     assert found and all(len(r["keypoints"]) == 9 for r in found)
 
 
@@ -279,12 +281,53 @@ def test_models_of_other_kinds_give_what_they_know():
 def test_what_cannot_be_shown_is_one_clear_line():
     proposals = predictor_of(SHAPES, "MODEL.META_ARCHITECTURE", "ProposalNetwork")
     with pytest.raises(UserError, match="gives proposals alone; what can be shown is .*instances"):
-        proposals(FRAME)
+        proposals([FRAME])
     nameless = predictor_of(
         SHAPES, *SEGMENTOR, "SemanticSegmentor", "DATASETS.TEST", "('shapes_val',)"
     )
     with pytest.raises(UserError, match="'shapes_val' has no classes of segmentation"):
-        nameless(FRAME)
+        nameless([FRAME])
+
+
+@pytest.mark.parametrize("padding, calls", [("counted", [1, 1, 1, 2, 3]), ("zeroed", [3, 2, 3])])
+def test_batches_give_what_single_pictures_give(
+    dataset, weights, video, tmp_path, monkeypatch, padding, calls
+):
+    """Of five images, a file that is none, and a video of three frames."""
+    pictures = tmp_path / "pictures"
+    shutil.copytree(dataset / "val", pictures)
+    (pictures / "000003.png").write_bytes(b"no picture")
+    for i in (4, 5):
+        image = cv2.imread(str(pictures / f"00000{i - 4}.png"))
+        cv2.imwrite(str(pictures / f"00000{i}.png"), image[:, : -20 * i])
+    numbers = []
+    forward = GeneralizedRCNN.forward
+
+    def counting(self, inputs):
+        numbers.append(len(inputs))
+        return forward(self, inputs)
+
+    found = []
+    for batch in (1, 3):
+        numbers.clear()
+        with pytest.raises(UserError, match="000003.png"):
+            run(
+                *(weights, tmp_path / f"by {batch}", pictures, video),
+                *("MODEL.SW.PADDING", padding),
+                batch=batch,
+            )
+        monkeypatch.setattr(GeneralizedRCNN, "forward", counting)
+        found.append(json.loads((tmp_path / f"by {batch}/predictions.json").read_text()))
+    assert numbers == calls
+    one_by_one, batched = found
+    assert len(one_by_one) == len(batched) == 40  # 5 of each picture
+    for expected, actual in zip(one_by_one, batched):
+        boxes = actual.pop("bbox"), expected.pop("bbox")
+        assert boxes[0] == pytest.approx(boxes[1], abs=1e-2)
+        assert actual.pop("score") == pytest.approx(expected.pop("score"), abs=1e-5)
+        masks = [mask_util.decode(r.pop("segmentation")) for r in (actual, expected)]
+        assert (masks[0] != masks[1]).mean() < 1e-3
+        assert actual == expected
 
 
 CLASSIFIER = "classification_shapes_R18_SW.yaml"
@@ -303,6 +346,7 @@ def test_a_classifier_says_its_best_classes_and_their_scores(dataset, tmp_path):
             inputs=[str(dataset / "val"), "MODEL.DEVICE", "cpu"],
             output=str(tmp_path / "out"),
             confidence=None,
+            batch=1,
         )
     )
     found = json.loads((tmp_path / "out/predictions.json").read_text())

@@ -26,7 +26,10 @@ class Dark:
     def load(self, weights):
         pass
 
-    def __call__(self, frame):
+    def __call__(self, frames):
+        return [self.darken(frame) for frame in frames]
+
+    def darken(self, frame):
         self.frames += 1
         return [{"category_id": self.frames}], frame // 2
 
@@ -60,6 +63,7 @@ def run(output, *inputs) -> list[dict]:
             inputs=list(map(str, inputs)),
             output=str(output),
             confidence=None,
+            batch=1,
         )
     )
     return read(output)
@@ -295,10 +299,10 @@ def test_what_is_done_stays_however_the_run_ends(tmp_path, monkeypatch, end):
         save(tmp_path / f"in/{name}.png")
     find = Dark.__call__
 
-    def stop_at_the_third(self, frame):
+    def stop_at_the_third(self, frames):
         if self.frames == 2:
             raise end("stopped")
-        return find(self, frame)
+        return find(self, frames)
 
     monkeypatch.setattr(Dark, "__call__", stop_at_the_third)
     with pytest.raises(end):

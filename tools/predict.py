@@ -3,7 +3,7 @@
 
 import argparse
 
-from sw_detectron.cli import add_config_argument, fraction, make_parser, run
+from sw_detectron.cli import add_config_argument, fraction, make_parser, positive, run
 from sw_detectron.engine.prediction import predict
 
 EXAMPLES = """
@@ -37,6 +37,14 @@ def parser() -> argparse.ArgumentParser:
         type=fraction,
         help="lowest score, 0 to 1, of what to show and to write (default: 0.5 for objects, 0 for "
         "the five best classes of a classifier)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="images or frames that the model is given at once; the results are the same, and a "
+        "GPU is faster (default: 1)",
     )
     return parser
 

@@ -45,6 +45,7 @@ train = {
     "device": "cuda",
     # Replace running statistics by those of num_iter batches, before evaluations and at the end.
     "precise_bn": {"enabled": False, "num_iter": 200},
+    "padding": "counted",  # of images to a common size: counted, ignored or zeroed
     "importance_stop_iter": 0,  # from this iteration on importance weights stay; 0: they learn
     "seed": -1,  # negative: a new one each time
 }

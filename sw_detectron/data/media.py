@@ -40,6 +40,9 @@ class UnreadableMedia(UserError):
 class ImageFile:
     """An image file: one frame; see `read_image`.
 
+    Attributes:
+        size: width and height, in pixels, as the file has them.
+
     Raises:
         UnreadableMedia: the file is no image; when iterated, it cannot be decoded.
     """
@@ -49,7 +52,8 @@ class ImageFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            Image.open(path).close()
+            with Image.open(path) as image:
+                self.size = image.size
         except Exception as error:  # Pillow's decoders have many kinds of errors
             raise UnreadableMedia(
                 f"{str(path)!r} is not a readable image: {why_unreadable(error)}"

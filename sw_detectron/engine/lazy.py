@@ -18,6 +18,7 @@ from torch import nn
 from ..checkpoint import Checkpointer
 from ..config import default_output_dir, find_config, flatten
 from ..errors import UserError, one_line
+from ..modeling.padding import set_padding
 from ..modeling.summary import sw_table
 from ..task import all_tasks
 from .data_check import check_lazy_data, lazy_dataset_names, logs_held_back, release_logs
@@ -104,6 +105,7 @@ def build_lazy_model(cfg: DictConfig) -> nn.Module:
     """The model of a Python config, on its device."""
     with named_by_key(cfg):
         model = instantiate(cfg.model).to(cfg.train.device)
+        set_padding(model, cfg.train.get("padding", "counted"))
     if cfg.train.device == "cpu" and comm.get_world_size() > 1:
         model = sync_batch_norms_for_cpu(model)
     logger.info(f"SW layers:\n{sw_table(model)}")

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +58,8 @@ def predict(args: argparse.Namespace) -> None:
     Args:
         args: `config_file`, "" for the one that the weights carry; `weights`, or None for those of
             the config; `inputs`, files and folders, followed by KEY VALUE overrides of the config;
-            `output`, a folder; `confidence`, the lowest score of a result, or None for the task's.
+            `output`, a folder; `confidence`, the lowest score of a result, or None for the task's;
+            `batch`, the number of pictures that the model is given at once.
 
     Raises:
         UserError: something that was given is wrong or missing; or, when all the rest is done,
@@ -86,30 +87,35 @@ def predict(args: argparse.Namespace) -> None:
     predictor = Predictor(cfg, metadata, args.confidence)
     predictor.load(cfg.MODEL.WEIGHTS)
 
-    results = []
-    image_ids = itertools.count(1)
+    found: list[list[list[dict]]] = [[] for _ in media]  # of each item, of each of its frames
     progress = tqdm(total=sum(item.num_frames for item in media), unit=" frames")
 
-    def pictures(item: ImageFile | VideoFile) -> Iterator[np.ndarray]:
-        for index, frame in enumerate(item):
-            origin = {"image_id": next(image_ids), "file_name": str(item.path)}
-            if isinstance(item, VideoFile):
-                origin["frame"] = index
-            found, picture = predictor(frame)
-            results.extend(origin | result for result in found)
-            progress.update()
-            yield picture
+    def pictures(index: int, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for some in _batches(frames, args.batch):
+            for results, picture in predictor(some):
+                found[index].append(results)
+                progress.update()
+                yield picture
 
     try:
-        for item, path in zip(media, paths):
-            with _listed(unreadable):
-                if isinstance(item, VideoFile):
-                    write_video(pictures(item), path, item.fps)
-                else:
-                    write_picture(next(pictures(item)), path)
+        for some in _together(media, args.batch):
+            item = media[some[0]]
+            if isinstance(item, VideoFile):
+                with _listed(unreadable):
+                    write_video(pictures(some[0], item), paths[some[0]], item.fps)
+                continue
+            frames = {}
+            for index in some:
+                with _listed(unreadable):
+                    (frames[index],) = media[index]
+            for index, (results, picture) in zip(frames, predictor([*frames.values()])):
+                write_picture(picture, paths[index])
+                found[index].append(results)
+                progress.update()
     finally:
         progress.close()
         if progress.n:
+            results = _with_origins(media, found)
             with written_whole(folder / RESULTS) as unfinished:
                 unfinished.write_text(json.dumps(results))
             print(f"{str(folder / RESULTS)!r}: {len(results)} results of {progress.n} images")
@@ -150,16 +156,22 @@ class Predictor:
             raise UserError(f"weights {weights!r} do not exist")
         Checkpointer(self._predict.model, cfg=self._cfg).load(weights)
 
-    def __call__(self, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:
+    def __call__(self, frames: Sequence[np.ndarray]) -> list[tuple[list[dict], np.ndarray]]:
         """Detect, and draw; see `Task.results`.
 
         Args:
-            frame: (H, W, 3), uint8, BGR.
+            frames: (H, W, 3) each, uint8, BGR.
 
         Raises:
             UserError: the model gives what no task can show, or knows other classes.
         """
-        outputs = self._predict(frame)
+        if hasattr(self._predict, "batch"):
+            outputs = self._predict.batch(frames)
+        else:
+            outputs = map(self._predict, frames)
+        return [self._results(output, frame) for output, frame in zip(outputs, frames)]
+
+    def _results(self, outputs: dict, frame: np.ndarray) -> tuple[list[dict], np.ndarray]:
         # A detector's meta-architecture may be one that segments.
         task = next((t for t in (self._task, *all_tasks()) if t.output in outputs), None)
         if task is None:
@@ -222,6 +234,41 @@ def find_metadata(cfg: CfgNode) -> Metadata:
                 f"the classes of data set {names[0]!r} are not known: {reason}"
             ) from None
     return metadata
+
+
+def _together(media: Sequence[ImageFile | VideoFile], number: int) -> Iterator[list[int]]:
+    """What is read at once: a video, or up to so many images, those of similar size together."""
+    videos = [isinstance(item, VideoFile) for item in media]
+    for is_video, run in itertools.groupby(range(len(media)), key=videos.__getitem__):
+        indices = list(run)
+        if number > 1 and not is_video:
+            indices.sort(key=lambda index: media[index].size)
+        yield from _batches(indices, 1 if is_video else number)
+
+
+def _batches(items: Iterable, number: int) -> Iterator[list]:
+    items = iter(items)
+    while batch := list(itertools.islice(items, number)):
+        yield batch
+
+
+def _with_origins(
+    media: Sequence[ImageFile | VideoFile], found: Sequence[Sequence[Sequence[dict]]]
+) -> list[dict]:
+    """Results with what they are of.
+
+    Args:
+        found: those of each frame of each item, as far as they were read.
+    """
+    image_ids = itertools.count(1)
+    results = []
+    for item, frames in zip(media, found):
+        for number, of_frame in enumerate(frames):
+            origin = {"image_id": next(image_ids), "file_name": str(item.path)}
+            if isinstance(item, VideoFile):
+                origin["frame"] = number
+            results.extend(origin | result for result in of_frame)
+    return results
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..config import add_sw_config, flatten
 from ..errors import UserError, one_line
+from ..layers.padding import PADDINGS
 from .schedule import EPOCH_KEYS
 
 # The lowest value of a key that training reads, or of each item of one that is a list. None, where
@@ -55,6 +56,7 @@ CHOICES = {
     "INPUT.FORMAT": ("BGR", "RGB", "L", "YUV-BT.601"),
     "INPUT.MASK_FORMAT": ("polygon", "bitmask"),
     "INPUT.RANDOM_FLIP": ("horizontal", "vertical", "none"),
+    "MODEL.SW.PADDING": PADDINGS,
 }
 LAZY_LOWEST = {
     "train.max_iter": 1,

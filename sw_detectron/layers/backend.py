@@ -47,9 +47,12 @@ def get_backend() -> str:
 
 
 def backend_of_call(
-    x: Tensor, parameters: Parameters, running: Running, options: Options
+    x: Tensor, parameters: Parameters, running: Running, options: Options, padded: bool = False
 ) -> ModuleType:
     """`triton` or `plain`.
+
+    Args:
+        padded: whether the call has an extent.
 
     Raises:
         RuntimeError: the backend "triton" was chosen, and cannot be relied on.
@@ -58,7 +61,7 @@ def backend_of_call(
         return plain
     if not triton.has_kernels(x, parameters, running, options):
         return plain
-    reason = _objection(x, options)
+    reason = _objection(x, options, padded)
     if reason is None:
         return triton
     if _chosen == "triton":
@@ -70,11 +73,11 @@ def _is_for_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _objection(x: Tensor, options: Options) -> str | None:
+def _objection(x: Tensor, options: Options, padded: bool) -> str | None:
     """Why the kernels cannot be relied on for calls like this one; found out at the first one."""
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     call = (x.device, x.dtype, last, options.num_pergroup, options.statistics)
-    call += (options.num_iterations,)
+    call += (options.num_iterations, padded)
     if call not in _objections:
         reason = triton.cannot_run_on(x.device)
         if reason is not None:
@@ -84,12 +87,12 @@ def _objection(x: Tensor, options: Options) -> str | None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return "a graph is being captured before the layer was ever called"
         with _disable_current_modes():  # a compiler may be looking
-            _objections[call] = _check(x, options)
+            _objections[call] = _check(x, options, padded)
     return _objections[call]
 
 
-def _check(x: Tensor, options: Options) -> str | None:
-    reason = disagreement(x, options)
+def _check(x: Tensor, options: Options, padded: bool) -> str | None:
+    reason = disagreement(x, options, padded)
     if reason is None:
         return None
     reason = (

@@ -9,41 +9,43 @@ from torch import Tensor
 
 from . import plain, triton
 from .options import Options, Parameters, Running
+from .padding import Extent
 
 # Errors relative to the largest value, of the same computation by other operations in float32:
 # some hundred roundings of 6e-8, amplified by the inverse root.
 _TOLERANCE = 1e-3
 
 
-def disagreement(x: Tensor, options: Options) -> str | None:
+def disagreement(x: Tensor, options: Options, padded: bool = False) -> str | None:
     """What speaks against the kernels for calls like this one; None if nothing does.
 
     Args:
         x: (N, C, H, W), of whose dtype, memory format and device the small problem is.
+        padded: whether calls have an extent.
     """
     try:
         with torch.no_grad(), plain.without_autocast(x):
-            return _disagreement(x, options)
+            return _disagreement(x, options, Extent(((16, 9), (5, 17))) if padded else None)
     except Exception as error:  # whatever Triton, a compiler or a driver may raise
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _disagreement(x: Tensor, options: Options) -> str | None:
-    reason = _compare(x, options)
+def _disagreement(x: Tensor, options: Options, extent: Extent | None) -> str | None:
+    reason = _compare(x, options, extent)
     if reason is not None or not x.is_cuda:
         return reason
     # The second time launches go straight to the compiled kernels.
     try:
-        reason = _compare(x, options)
+        reason = _compare(x, options, extent)
     except Exception:
         reason = "launches that Triton does not make fail"
     if reason is not None:
         triton.start_as_triton_does()
-        reason = _compare(x, options)
+        reason = _compare(x, options, extent)
     return reason
 
 
-def _compare(like: Tensor, options: Options) -> str | None:
+def _compare(like: Tensor, options: Options, extent: Extent | None) -> str | None:
     options = options._replace(group=None, training=True)
     # Most maps of networks have the same strides modulo 16, so that kernels that are compiled
     # here serve them too.
@@ -67,8 +69,8 @@ def _compare(like: Tensor, options: Options) -> str | None:
             torch.zeros(2, options.num_pergroup, 1, device=like.device),
             torch.eye(options.num_pergroup, device=like.device).repeat(2, 1, 1),
         )
-        y, kept, extra = backend.forward(x, parameters, running, options)
-        gradients = backend.backward(dy, x, parameters, list(kept), extra, options, True)
+        y, kept, extra = backend.forward(x, parameters, running, options, extent)
+        gradients = backend.backward(dy, x, parameters, list(kept), extra, options, True, extent)
         results.append([y, *running, *gradients])
     names = ("y", "running mean", "running covariance", "gradient of x", "gradient of γ")
     names += ("gradient of β", "gradient of λ", "gradient of λ'")

@@ -10,6 +10,7 @@ from torch import Tensor
 from .inverse_sqrt import eigh_inverse_sqrt, newton_inverse_sqrt
 from .mixing import mix
 from .options import Options
+from .padding import Extent
 from .plain import batch_moments
 from .sync import differentiable_ranks_moments
 
@@ -22,6 +23,7 @@ def composed_switch_whiten(
     var_weight: Tensor | None,
     running: tuple[Tensor, Tensor] | None,
     options: Options,
+    extent: Extent | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int | Tensor]:
     """Whiten x; see `functional.switch_whiten`.
 
@@ -29,6 +31,7 @@ def composed_switch_whiten(
         x: (N, C, H, W), of samples with pixels, though there may be no sample.
         running: mean (g, G) and covariance (g, G, G) or variance (g, G) that take the batch's
             place; None to take those of the batch.
+        extent: the pixels that statistics are of; None for all.
 
     Returns:
         y (N, C, H, W), and the batch's mean and covariance, None if not taken from the batch, and
@@ -41,17 +44,24 @@ def composed_switch_whiten(
     pixels = x.to(dtype).flatten(2).unflatten(1, (-1, options.num_pergroup))  # (N, g, G, L)
     batch_mean, batch_cov = running or (None, None)
     mean = cov = None
-    count = x.shape[0] * pixels.shape[-1]
+    count, pixels_of_samples = x.shape[0] * pixels.shape[-1], None
+    share = 1 / pixels.shape[-1]  # of each pixel in its sample's statistics
+    if extent is not None:
+        pixels_of_samples = extent.pixels
+        count = sum(pixels_of_samples)
+        each = 1 / pixels.new_tensor(pixels_of_samples).clamp(min=1)
+        share = extent.mask(*x.shape[2:], x.device).flatten(2)[:, None] * each.view(-1, 1, 1, 1)
     of_this_batch = options.of_batch and running is None
     if options.of_sample or of_this_batch:
-        mean = pixels.mean(dim=-1)
+        mean = (pixels * share).sum(dim=-1)
         centred = pixels - mean[..., None]
+        weighted = centred * share
         if options.diagonal:
-            cov = centred.square().mean(dim=-1)
+            cov = (centred * weighted).sum(dim=-1)
         else:
-            cov = centred @ centred.mT / pixels.shape[-1]
+            cov = weighted @ centred.mT
     if of_this_batch:
-        batch_mean, batch_cov = batch_moments(mean, cov)
+        batch_mean, batch_cov = batch_moments(mean, cov, pixels_of_samples)
         if options.group is not None:
             batch_mean, batch_cov, count = differentiable_ranks_moments(
                 batch_mean, batch_cov, count, options.group

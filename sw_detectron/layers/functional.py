@@ -17,6 +17,7 @@ from .compiled import compiled_switch_whiten
 from .composed import composed_switch_whiten
 from .fused import FusedSwitchWhiten
 from .options import Options, Parameters, Running
+from .padding import Extent
 from .plain import running_values, update_running, without_autocast
 
 WHITENING_METHODS = ("newton", "eigh")
@@ -39,6 +40,7 @@ def switch_whiten(
     whitening: str = "newton",
     num_iterations: int = 5,
     group: dist.ProcessGroup | None = None,
+    extent: Extent | None = None,
 ) -> Tensor:
     """Whiten each sample with a learned mixture of statistics (Eqs. 5 and 6).
 
@@ -62,6 +64,7 @@ def switch_whiten(
         whitening: "newton" or "eigh".
         num_iterations: T of Newton's iteration.
         group: the ranks over which the batch's statistics are taken; None for this rank alone.
+        extent: the pixels that statistics are of; None for all. All pixels are whitened.
 
     Returns:
         (N, C, H, W).
@@ -73,17 +76,17 @@ def switch_whiten(
     running = Running(running_mean, running_cov)
     if _must_be_seen():
         with without_autocast(x):
-            return _composed(x, parameters, running, options)
+            return _composed(x, parameters, running, options, extent)
     if x.numel() > 0:
         pixels = x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
     elif group is not None and options.of_this_batch:
         pixels = x[:0]  # The other ranks wait for this one, in backward too.
     else:
         return _empty_output(x, parameters)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and extent is None:
         return compiled_switch_whiten(pixels, parameters, running, options).reshape(x.shape)
-    backend = backend_of_call(x, parameters, running, options)
-    y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend)
+    backend = backend_of_call(x, parameters, running, options, extent is not None)
+    y = FusedSwitchWhiten.apply(pixels, *parameters, *running, options, backend, extent)
     return y if x.numel() > 0 else y.reshape(x.shape)
 
 
@@ -96,11 +99,19 @@ def _must_be_seen() -> bool:
     )
 
 
-def _composed(x: Tensor, parameters: Parameters, running: Running, options: Options) -> Tensor:
+def _composed(
+    x: Tensor,
+    parameters: Parameters,
+    running: Running,
+    options: Options,
+    extent: Extent | None,
+) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     of_running = options.of_batch and not options.training
     values = running_values(running, dtype, options) if of_running else None
-    y, batch_mean, batch_cov, count = composed_switch_whiten(x, *parameters, values, options)
+    y, batch_mean, batch_cov, count = composed_switch_whiten(
+        x, *parameters, values, options, extent
+    )
     if batch_mean is not None:
         update_running(running, batch_mean.detach(), batch_cov.detach(), count, options.momentum)
     return y

@@ -15,22 +15,22 @@ from .plain import running_values, without_autocast
 
 class FusedSwitchWhiten(torch.autograd.Function):
     """y = apply(x, weight, bias, mean_weight, var_weight, running_mean, running_cov, options,
-    backend).
+    backend, extent).
 
     See `functional.switch_whiten` for the tensors; x is contiguous or channels_last, and its
     samples have pixels, though there may be no sample. `backend` is the package `plain` or
-    `triton`.
+    `triton`; `extent` what counts in statistics, None for all pixels.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean_weight, var_weight, *rest) -> Tensor:
-        *running, options, backend = rest
+        *running, options, backend, extent = rest
         parameters = Parameters(weight, bias, mean_weight, var_weight)
-        y, kept, extra = backend.forward(x, parameters, Running(*running), options)
+        y, kept, extra = backend.forward(x, parameters, Running(*running), options, extent)
         # In training the running values change, and are not used.
         constants = running if options.of_batch and not options.training else (None, None)
         ctx.save_for_backward(x, *parameters, *constants, *kept)
-        ctx.options, ctx.backend, ctx.extra = options, backend, extra
+        ctx.options, ctx.backend, ctx.extra, ctx.extent = options, backend, extra, extent
         return y
 
     @staticmethod
@@ -42,9 +42,10 @@ class FusedSwitchWhiten(torch.autograd.Function):
                 grads = _differentiable_backward(ctx, dy, x, parameters, running)
         else:
             grads = ctx.backend.backward(
-                dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]
+                *(dy, x, parameters, kept, ctx.extra, ctx.options, ctx.needs_input_grad[0]),
+                ctx.extent,
             )
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _differentiable_backward(
@@ -59,7 +60,7 @@ def _differentiable_backward(
     dtype = torch.promote_types(x.dtype, torch.float32)
     values = None if running.mean is None else running_values(running, dtype, options)
     # Statistics of the batch are computed again, with their gradients.
-    y, *_ = composed_switch_whiten(*inputs, values, options)
+    y, *_ = composed_switch_whiten(*inputs, values, options, ctx.extent)
     needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[i]]
     found = torch.autograd.grad(y, [inputs[i] for i in needed], dy, create_graph=True)
     grads = [None] * len(inputs)

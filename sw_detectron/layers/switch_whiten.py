@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .functional import WHITENING_METHODS, switch_whiten
 from .mixing import OF_BATCH, OF_SAMPLE, STATISTICS, WHITENING
+from .padding import PADDINGS, Extent, current_sizes
 
 
 class SwitchWhiten2d(nn.Module):
@@ -47,6 +48,9 @@ class SwitchWhiten2d(nn.Module):
             each rank has. Every rank must then call the layer the same number of times, and
             backward through it as often; a rank without data calls it with N = 0.
         process_group: the ranks to synchronize over; None for all of them.
+        padding: one of `padding.PADDINGS`. But for "counted", statistics are those of the pixels
+            that belong to images, where `padding.image_sizes` says their sizes; all pixels are
+            whitened.
 
     Parameters and buffers: `weight` and `bias` (C,), `sw_mean_weight` and `sw_var_weight` (K,)
     for K statistics (`sw_var_weight` is None if tied), `running_mean` (g, G, 1) and `running_cov`
@@ -77,6 +81,7 @@ class SwitchWhiten2d(nn.Module):
         affine: bool = True,
         sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        padding: str = "counted",
     ):
         super().__init__()
         if num_pergroup < 1 or num_features < 1 or num_features % num_pergroup:
@@ -103,6 +108,8 @@ class SwitchWhiten2d(nn.Module):
                 f"momentum must be a number in [0, 1], got {momentum}; a cumulative average, which "
                 "None asks of BatchNorm2d, is not implemented"
             )
+        if padding not in PADDINGS:
+            raise ValueError(f"padding must be one of {PADDINGS}, got {padding!r}")
 
         self.num_features = num_features
         self.num_pergroup = num_pergroup
@@ -115,6 +122,7 @@ class SwitchWhiten2d(nn.Module):
         self.affine = affine
         self.sync = sync
         self.process_group = process_group
+        self.padding = padding
         self.frozen = False
 
         num_groups = num_features // num_pergroup
@@ -193,12 +201,18 @@ class SwitchWhiten2d(nn.Module):
                 whitening=self.whitening,
                 num_iterations=self.num_iterations,
                 group=self._ranks() if training else None,
+                extent=self.extent(x),
             )
         except torch.linalg.LinAlgError as error:
             if x.isfinite().all():
                 raise
             name = self.name or str(self)
             raise FloatingPointError(f"the input of {name} is not finite") from error
+
+    def extent(self, x: Tensor) -> Extent | None:
+        """What of an input counts in its statistics; None for all pixels."""
+        sizes = None if self.padding == "counted" else current_sizes()
+        return None if sizes is None else sizes.extent(x)
 
     @torch.no_grad()
     def __prepare_scriptable__(self) -> torch.jit.ScriptModule:
@@ -246,7 +260,8 @@ class SwitchWhiten2d(nn.Module):
             text += f", whitening={self.whitening!r}"
             if self.whitening == "newton":
                 text += f", num_iterations={self.num_iterations}"
-        for name, default in (("tie_weight", False), ("affine", True), ("sync", True)):
+        defaults = {"tie_weight": False, "affine": True, "sync": True, "padding": "counted"}
+        for name, default in defaults.items():
             if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)}"
+                text += f", {name}={getattr(self, name)!r}"
         return text + f", eps={self.eps}, momentum={self.momentum}" + ", frozen" * self.frozen

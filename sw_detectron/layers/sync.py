@@ -47,7 +47,7 @@ def ranks_moments(
     means, covs = means.view(-1, *mean.shape), covs.view(-1, *cov.shape)
     # Sums of products, written out: matrix products are rounded to tf32 where a user allows it.
     mean = (weights * means).sum(dim=0)
-    return mean, _spread(means - mean, covs, weights).sum(dim=0), total
+    return mean, spread(means - mean, covs, weights).sum(dim=0), total
 
 
 def sum_gradients(packed: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,7 +68,7 @@ def differentiable_ranks_moments(
     dist.all_reduce(counts, group=group)
     share = count / counts.clamp(min=1)
     all_mean = _SumOverRanks.apply(share * mean, group)
-    all_cov = _SumOverRanks.apply(_spread(mean - all_mean, cov, share.view(1, 1)), group)
+    all_cov = _SumOverRanks.apply(spread(mean - all_mean, cov, share.view(1, 1)), group)
     return all_mean, all_cov, counts
 
 
@@ -87,7 +87,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
-def _spread(offsets: Tensor, covs: Tensor, weights: Tensor) -> Tensor:
+def spread(offsets: Tensor, covs: Tensor, weights: Tensor) -> Tensor:
     """The parts of a union's covariance: within each set of pixels, and of their means.
 
     Args:

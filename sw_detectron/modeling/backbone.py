@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import UserError
 from .cifar_resnet import make_cifar_resnet
 from .norms import SW_NORMS, NormFactory
+from .padding import set_padding
 from .surgery import replace_norms
 
 
@@ -100,11 +101,13 @@ def build_cifar_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
 
 def _with_sw(cfg: CfgNode, resnet: ResNet) -> ResNet:
     placement = list(cfg.MODEL.SW.LAYERS) or cfg.MODEL.SW.PLACEMENT
-    return with_norms(resnet, placement, sw_norm_from_config(cfg))
+    with_norms(resnet, placement, sw_norm_from_config(cfg))
+    set_padding(resnet, cfg.MODEL.SW.PADDING)
+    return resnet
 
 
 def _build_fpn(cfg: CfgNode, bottom_up: ResNet, top_block: nn.Module) -> FPN:
-    return FPN(
+    fpn = FPN(
         bottom_up=bottom_up,
         in_features=cfg.MODEL.FPN.IN_FEATURES,
         out_channels=cfg.MODEL.FPN.OUT_CHANNELS,
@@ -112,6 +115,8 @@ def _build_fpn(cfg: CfgNode, bottom_up: ResNet, top_block: nn.Module) -> FPN:
         top_block=top_block,
         fuse_type=cfg.MODEL.FPN.FUSE_TYPE,
     )
+    set_padding(fpn, cfg.MODEL.SW.PADDING)
+    return fpn
 
 
 @BACKBONE_REGISTRY.register()

@@ -81,6 +81,7 @@ class _Pool:
     """The moments of a growing set of pixels: count, mean (g, G) and covariance (g, G, G)."""
 
     def __init__(self, layer: nn.Module, num_pergroup: int):
+        self._layer = layer
         num_groups = layer.num_features // num_pergroup
         self.count = 0
         self.mean = torch.zeros(
@@ -89,12 +90,16 @@ class _Pool:
         self.cov = self.mean.new_zeros(num_groups, num_pergroup, num_pergroup)
 
     def add_images(self, x: Tensor) -> None:
-        """Add the pixels of x (N, C, H, W)."""
+        """Add the pixels of x (N, C, H, W) that the layer takes statistics of."""
         if not x.numel():
             return
-        for image in x.detach().split(1):  # one at a time, for float64 doubles them
-            mean, cov = plain.moments(image.double(), self.mean.shape[1], diagonal=False)
-            self.add(image.shape[2] * image.shape[3], mean[0], cov[0])
+        extent = self._layer.extent(x) if isinstance(self._layer, SwitchWhiten2d) else None
+        size = self.mean.shape[1]
+        for i, image in enumerate(x.detach().split(1)):  # one at a time, for float64 doubles them
+            own = None if extent is None else extent.of_sample(i)
+            count = image.shape[2] * image.shape[3] if own is None else sum(own.pixels)
+            mean, cov = plain.moments(image.double(), size, diagonal=False, extent=own)
+            self.add(count, mean[0], cov[0])
 
     def add(self, count: int, mean: Tensor, cov: Tensor) -> None:
         """Unite with another set, by Chan, Golub and LeVeque's update of centred moments."""

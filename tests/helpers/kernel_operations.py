@@ -28,7 +28,7 @@ def moments(x, num_pergroup, most_chunks):
     chunks = summing_chunks(map, most_chunks)
     mean = empty(map.samples, map.groups, chunks.number, num_pergroup)
     cov = empty(*mean.shape, num_pergroup)
-    plan.moments(map, chunks)(STREAM, x, mean, cov)
+    plan.moments(map, chunks)(STREAM, x, mean, cov, None)
     return mean, cov, chunks.length
 
 
@@ -41,7 +41,7 @@ def batch_moments(chunk_mean, chunk_cov, chunk_length, length, of_samples):
         mean, cov = empty(n, groups, num_pergroup), empty(n, groups, num_pergroup, num_pergroup)
     batch_mean, packed = empty(groups, num_pergroup), empty(groups * num_pergroup**2 + 1)
     plan.batch_moments(map, Chunks(0, chunk_length, number), of_samples)(
-        STREAM, chunk_mean, chunk_cov, batch_mean, packed, mean, cov
+        STREAM, chunk_mean, chunk_cov, batch_mean, packed, mean, cov, None
     )
     return mean, cov, batch_mean, packed[:-1].view(groups, num_pergroup, -1), packed[-1]
 
@@ -69,7 +69,7 @@ def whiten(x, statistics, moment_length, parameters, running, options):
     plan.whiten(map, number, moment_length, options)(
         *(STREAM, x, y, parameters.mean_weight, parameters.var_weight),
         *(parameters.weight, parameters.bias, *statistics, *(running or (None, None))),
-        *(center, *of_sample, layer),
+        *(center, *of_sample, layer, None),
     )
     return y, Statistics(*of_sample, *statistics[2:]), center, layer
 
@@ -135,6 +135,6 @@ def input_gradient(
     plan.input_gradient(map, pixels.stride(), options)(
         *(STREAM, pixels, x, dx, parameters.mean_weight, parameters.var_weight),
         *(gradients.matrix, center, statistics.mean, statistics.batch_mean),
-        *(gradients.center, gradients.mixed, gradients.inner, layer, *of_batch, count),
+        *(gradients.center, gradients.mixed, gradients.inner, layer, *of_batch, count, None),
     )
     return dx

@@ -13,18 +13,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sw_detectron.layers import STATISTICS, SwitchWhiten2d, set_backend
+from sw_detectron.layers.padding import image_sizes
 from sw_detectron.layers.triton import common, replaced_launches
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+}
 
-# Statistics, G, dtype, memory format, training.
+# Statistics, G, dtype, memory format, training, and whether images are padded.
 CASES = [
-    (("bw", "iw"), 16, torch.float32, torch.contiguous_format, True),
-    (("bw", "iw"), 16, torch.bfloat16, torch.channels_last, True),
-    (STATISTICS, 16, torch.float16, torch.contiguous_format, True),
-    (STATISTICS, 64, torch.float32, torch.channels_last, True),
-    (("bw",), 8, torch.float32, torch.contiguous_format, False),
-    (("iw", "ln"), 32, torch.bfloat16, torch.contiguous_format, False),
+    (("bw", "iw"), 16, torch.float32, torch.contiguous_format, True, False),
+    (("bw", "iw"), 16, torch.bfloat16, torch.channels_last, True, True),
+    (STATISTICS, 16, torch.float16, torch.contiguous_format, True, False),
+    (STATISTICS, 64, torch.float32, torch.channels_last, True, True),
+    (("bw",), 8, torch.float32, torch.contiguous_format, False, False),
+    (("iw", "ln"), 32, torch.bfloat16, torch.contiguous_format, False, True),
 ]
 
 
@@ -74,10 +80,11 @@ def main() -> None:
             compile_kernel(kernel, target=target, options=options)
 
     set_backend("triton")
-    for statistics, group, dtype, memory_format, training in CASES:
-        layer = SwitchWhiten2d(2 * group, group, statistics).train(training)
+    for statistics, group, dtype, memory_format, training, padded in CASES:
+        layer = SwitchWhiten2d(2 * group, group, statistics, padding="ignored").train(training)
         x = torch.zeros(3, 2 * group, 28, 28, dtype=dtype).to(memory_format=memory_format)
-        with replaced_launches(compile_once):
+        sizes = [(28, 14), (28, 28), (28, 28)] if padded else None
+        with replaced_launches(compile_once), image_sizes(sizes, (28, 28)):
             layer(x.requires_grad_()).backward(torch.zeros_like(x))
     print(len(done))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..mixing import Statistics
 from ..options import Options, Parameters, Running
+from ..padding import Extent
 from ..sync import ranks_moments, sum_gradients
 from .passes import affine, cross_moments, input_gradient, moments
 from .running import running_values, update_running
@@ -40,16 +41,21 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 
 def forward(
-    x: Tensor, parameters: Parameters, running: Running, options: Options
+    x: Tensor,
+    parameters: Parameters,
+    running: Running,
+    options: Options,
+    extent: Extent | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], int | Tensor | None]:
     """y, and what `backward` needs: tensors, and the number of the batch's pixels on all ranks.
 
     Args:
         x: (N, C, H, W), contiguous or channels_last.
         running: updated where the statistics of the batch are taken.
+        extent: the pixels that statistics are of; None for all.
     """
     with without_autocast(x):
-        return _forward(x, parameters, running, options)
+        return _forward(x, parameters, running, options, extent)
 
 
 def backward(
@@ -60,15 +66,17 @@ def backward(
     count: int | Tensor | None,
     options: Options,
     needs_dx: bool,
+    extent: Extent | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, None if it needs none, and of the parameters.
 
     Args:
         dy: (N, C, H, W), of any strides.
         kept, count: by `forward`.
+        extent: as given to `forward`.
     """
     with without_autocast(x):
-        return _backward(dy, x, parameters, kept, count, options, needs_dx)
+        return _backward(dy, x, parameters, kept, count, options, needs_dx, extent)
 
 
 def kept_shapes(x: Tensor, options: Options) -> list[tuple[int, ...] | None]:
@@ -88,14 +96,15 @@ def kept_shapes(x: Tensor, options: Options) -> list[tuple[int, ...] | None]:
     return shapes + [(1,)] * (options.of_this_batch and options.group is not None)
 
 
-def _forward(x: Tensor, parameters: Parameters, running: Running, options: Options):
+def _forward(x: Tensor, parameters: Parameters, running: Running, options: Options, extent):
     dtype = torch.promote_types(x.dtype, torch.float32)
     mean = cov = batch_mean = batch_cov = count = None
     if options.of_sample or options.of_this_batch:
-        mean, cov = moments(x, options.num_pergroup, options.diagonal)
+        mean, cov = moments(x, options.num_pergroup, options.diagonal, extent)
     if options.of_this_batch:
-        batch_mean, batch_cov = batch_moments(mean, cov)
-        count = x.shape[0] * x.shape[2] * x.shape[3]
+        pixels = None if extent is None else extent.pixels
+        batch_mean, batch_cov = batch_moments(mean, cov, pixels)
+        count = x.shape[0] * x.shape[2] * x.shape[3] if pixels is None else sum(pixels)
         if options.group is not None:
             batch_mean, batch_cov, count = ranks_moments(
                 batch_mean, batch_cov, count, options.group
@@ -110,7 +119,7 @@ def _forward(x: Tensor, parameters: Parameters, running: Running, options: Optio
     return y, (*statistics, transform.center, *transform.saved), count
 
 
-def _backward(dy: Tensor, x: Tensor, parameters, kept, count, options: Options, needs_dx: bool):
+def _backward(dy: Tensor, x: Tensor, parameters, kept, count, options: Options, needs_dx, extent):
     statistics, center, saved = Statistics(*kept[:4]), kept[4], tuple(kept[5:])
     product, total = cross_moments(dy, x, center, options.diagonal)
     grad_parameters, gradients, matrix = whitening_transform_backward(
@@ -127,7 +136,9 @@ def _backward(dy: Tensor, x: Tensor, parameters, kept, count, options: Options, 
     dx = None
     if needs_dx:
         length = x.shape[2] * x.shape[3]
+        if extent is not None:
+            length = center.new_tensor(extent.pixels).view(-1, 1, 1)
         x_matrix, shift = input_coefficients(gradients, statistics, center, length, count)
-        dx = input_gradient(dy, x, center, matrix, x_matrix, shift)
+        dx = input_gradient(dy, x, center, matrix, x_matrix, shift, extent)
     grads = (None if g is None else g.to(p.dtype) for g, p in zip(grad_parameters, parameters))
     return dx, *grads

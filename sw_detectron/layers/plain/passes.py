@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..padding import Extent
+
 # Centred pixels are made and consumed piece by piece, of a size (in values) that stays in a
 # core's cache: 1 MB of float32.
 _PIECE = 1 << 18
@@ -23,17 +25,25 @@ _PIECE = 1 << 18
 _COLUMNS = 32
 
 
-def moments(x: Tensor, num_pergroup: int, diagonal: bool) -> tuple[Tensor, Tensor]:
+def moments(
+    x: Tensor, num_pergroup: int, diagonal: bool, extent: Extent | None = None
+) -> tuple[Tensor, Tensor]:
     """Biased mean and covariance of each sample and group (Eq. 3 without its ε).
 
     Args:
         x: (N, C, H, W); N may be 0.
         num_pergroup: G.
         diagonal: compute only the variances.
+        extent: the pixels that are taken; None for all. Of none, all moments are zero.
 
     Returns:
         mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G).
     """
+    if extent is not None:
+        inside = (image[:, :, :h, :w] for image, (h, w) in zip(x.split(1), extent.sides))
+        parts = [moments(_dense(image, x), num_pergroup, diagonal) for image in inside]
+        mean, cov = (torch.cat(part) for part in zip(*parts))
+        return mean, cov
     x = _at_least_float32(x)
     if not x.numel():  # var_mean would warn, and there are no pieces to take
         shape = (x.shape[0], x.shape[1] // num_pergroup, num_pergroup)
@@ -89,7 +99,13 @@ def cross_moments(dy: Tensor, x: Tensor, center: Tensor, diagonal: bool) -> tupl
 
 
 def input_gradient(
-    dy: Tensor, x: Tensor, center: Tensor, dy_matrix: Tensor, x_matrix: Tensor | None, bias: Tensor
+    dy: Tensor,
+    x: Tensor,
+    center: Tensor,
+    dy_matrix: Tensor,
+    x_matrix: Tensor | None,
+    bias: Tensor,
+    extent: Extent | None = None,
 ) -> Tensor:
     """dx = A^T dy + S (x - center) + t, at every pixel of each sample and group.
 
@@ -99,10 +115,23 @@ def input_gradient(
         dy_matrix: A, (N, g, G, G), or its diagonal (N, g, G).
         x_matrix: S, symmetric, in the same form as A; None for zero.
         bias: t, (N, g, G).
+        extent: where S and t are not zero; None for everywhere.
 
     Returns:
         dx (N, C, H, W), in the dtype and memory format of x.
     """
+    if extent is not None:
+        dx = input_gradient(dy, x, center, dy_matrix, x_matrix, bias)
+        nothing = torch.zeros_like(bias[:1])
+        matrices = _repeat(dy_matrix, len(x)).split(1)
+        for i, (matrix, (rows, columns)) in enumerate(zip(matrices, extent.sides)):
+            image = slice(i, i + 1), slice(None)
+            below = *image, slice(rows, None)
+            beside = *image, slice(rows), slice(columns, None)
+            for place in (below, beside):
+                padding = (_dense(t[place], x) for t in (dy, x))
+                dx[place] = input_gradient(*padding, center, matrix, None, nothing)
+        return dx
     dtype, dy, x = x.dtype, _at_least_float32(dy), _at_least_float32(x)
     if dy_matrix.dim() == 3:
         if x_matrix is None:
@@ -201,6 +230,12 @@ def _planes(x: Tensor, num_pergroup: int) -> Tensor:
 def _pixels(x: Tensor) -> Tensor:
     """(N, L, C); a view if x is channels_last."""
     return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _dense(part: Tensor, like: Tensor) -> Tensor:
+    """A part of a map as a map of its own, in the format of another one."""
+    last = not like.is_contiguous()
+    return part.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

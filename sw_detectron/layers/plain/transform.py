@@ -8,6 +8,7 @@ All is small, (N, g, G, G) at most. In a set without "bw" and "iw" every matrix 
 held as its diagonal, (…, g, G). A first dimension of 1 stands for N equal samples.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..inverse_sqrt import (
 )
 from ..mixing import Statistics, mix, mix_backward
 from ..options import Options, Parameters
+from ..sync import spread
 
 
 class Transform(NamedTuple):
@@ -39,19 +41,25 @@ class Transform(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
-def batch_moments(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+def batch_moments(
+    mean: Tensor, cov: Tensor, pixels: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Moments over all pixels of this rank (Eq. 2 without its ε) from those of its samples.
 
-    Every sample has the same number of pixels, so the mean of the means is the batch's mean,
-    and the covariance is that within the samples plus that of their means: no pixel is read.
+    The covariance is that within the samples plus that of their means: no pixel is read.
 
     Args:
         mean: (N, g, G).
         cov: (N, g, G, G), or the variances (N, g, G).
+        pixels: the number of each sample; None if all have the same.
 
     Returns:
         mean (g, G) and covariance (g, G, G), or variance (g, G); zeros if there is no sample.
     """
+    if pixels is not None:
+        share = mean.new_tensor(pixels).view(-1, 1, 1) / max(sum(pixels), 1)
+        batch_mean = (share * mean).sum(dim=0)
+        return batch_mean, spread(mean - batch_mean, cov, share).sum(dim=0)
     share = 1 / max(mean.shape[0], 1)
     batch_mean = mean.sum(dim=0) * share
     offsets = mean - batch_mean
@@ -122,7 +130,7 @@ def input_coefficients(
     gradients: Statistics,
     statistics: Statistics,
     center: Tensor,
-    length: int,
+    length: int | Tensor,
     count: int | Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
     """S and t of the part of dx that goes through the statistics, S (x - μ̂) + t.
@@ -133,7 +141,7 @@ def input_coefficients(
     Args:
         gradients: of the statistics; those of the batch None if they are constants.
         center: μ̂, (N, g, G).
-        length: L.
+        length: L, or the number of pixels of each sample that count, (N, 1, 1).
         count: M, an int or a tensor ().
 
     Returns:
@@ -141,14 +149,14 @@ def input_coefficients(
     """
     parts = []
     if gradients.mean is not None:
-        parts.append((gradients.mean, gradients.cov, statistics.mean, 1 / max(length, 1)))
+        parts.append((gradients.mean, gradients.cov, statistics.mean, _reciprocal(length)))
     if gradients.batch_mean is not None:
-        scale = 1 / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
         batch = (gradients.batch_mean, gradients.batch_cov, statistics.batch_mean)
-        parts.append((*(t[None] for t in batch), scale))
+        parts.append((*(t[None] for t in batch), _reciprocal(count)))
     matrix, shift = None, None
     for grad_mean, grad_cov, mean, scale in parts:
-        part = grad_cov * (2 * scale)
+        wide = scale[..., None] if isinstance(scale, Tensor) and scale.dim() else scale
+        part = grad_cov * (2 * (scale if grad_cov.dim() == mean.dim() else wide))
         offset = times(part, center - mean) + scale * grad_mean
         matrix = part if matrix is None else matrix + part
         shift = offset if shift is None else shift + offset
@@ -161,6 +169,11 @@ def times(matrix: Tensor, vector: Tensor) -> Tensor:
         return matrix * vector
     # Not a matrix product, which is rounded to tf32 on GPUs where a user allows it.
     return (matrix * vector[..., None, :]).sum(dim=-1)
+
+
+def _reciprocal(number: int | Tensor) -> float | Tensor:
+    """1 / number, of a number of pixels that may be 0."""
+    return 1 / (number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1))
 
 
 def _omegas(parameters: Parameters, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

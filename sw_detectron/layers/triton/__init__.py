@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..options import Options, Parameters, Running
+from ..padding import Extent
 from .common import HAS_TRITON, INTERPRETED, LARGEST_GROUP, SMALLEST_GROUP, cannot_run_on
 from .launch import launches_are_replaced, replaced_launches, start_as_triton_does
 from .plan import Plan
@@ -43,16 +44,27 @@ def has_kernels(x: Tensor, parameters: Parameters, running: Running, options: Op
     )
 
 
-def plan_of(x: Tensor, parameters: Parameters, running: Running, options: Options) -> Plan:
+def plan_of(
+    x: Tensor, parameters: Parameters, running: Running, options: Options, padded: bool = False
+) -> Plan:
     """The launches for calls like this one, made at the first."""
     # Compiled kernels hold for these dtypes and this alignment.
     dtypes = [None if p is None else p.dtype for p in (*parameters, *running)]
-    signature = (options, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, *dtypes)
+    signature = (
+        options,
+        padded,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        x.data_ptr() % 16,
+        *dtypes,
+    )
     plan = _plans.get(signature)
     if plan is None:
         if len(_plans) == _MOST_PLANS:
             _plans.clear()
-        plan = _plans[signature] = Plan(x, parameters, options)
+        plan = _plans[signature] = Plan(x, parameters, options, padded)
     return plan
 
 
@@ -67,20 +79,26 @@ def kept_size(x: Tensor, options: Options) -> int:
 
 
 def forward(
-    x: Tensor, parameters: Parameters, running: Running, options: Options
+    x: Tensor,
+    parameters: Parameters,
+    running: Running,
+    options: Options,
+    extent: Extent | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Plan]:
     """y, the tensors that `backward` needs, and the plan that it follows.
 
     Args:
         x: (N, C, H, W), contiguous or channels_last. N is 0 only where other ranks have samples.
         running: updated where the statistics of the batch are taken.
+        extent: the pixels that statistics are of; None for all.
     """
     device = x.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return forward(x, parameters, running, options)
-    plan = plan_of(x, parameters, running, options)
-    return *plan.forward(x, parameters, running), plan
+            return forward(x, parameters, running, options, extent)
+    plan = plan_of(x, parameters, running, options, extent is not None)
+    sides = None if extent is None else extent.on(device)
+    return *plan.forward(x, parameters, running, sides), plan
 
 
 def backward(
@@ -91,17 +109,20 @@ def backward(
     plan: Plan,
     options: Options,
     needs_dx: bool,
+    extent: Extent | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, None if it needs none, and of the parameters.
 
     Args:
         dy: (N, C, H, W), of any strides.
         kept, plan: by `forward`.
+        extent: as given to `forward`.
     """
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return backward(dy, x, parameters, kept, plan, options, needs_dx)
-    dx, *grads = plan.backward(dy, x, parameters, kept, needs_dx)
+            return backward(dy, x, parameters, kept, plan, options, needs_dx, extent)
+    sides = None if extent is None else extent.on(x.device)
+    dx, *grads = plan.backward(dy, x, parameters, kept, needs_dx, sides)
     return dx, *(None if g is None else g.to(p.dtype) for g, p in zip(grads, parameters))
 
 

@@ -1,8 +1,8 @@
 """Second launch of a training step: moments of the batch, and of samples, from those of chunks."""
 
 from .common import Chunks, Map, store_vector, tl, triton
+from .extent import chunk_count
 from .launch import Launch
-from .mixture import chunk_count
 
 
 @triton.jit(do_not_specialize=["samples", "groups", "chunks", "chunk_length", "length"])
@@ -13,11 +13,13 @@ def _batch_moments_kernel(
     batch_cov_ptr,  # (g, G, G), and behind it the number of pixels
     mean_ptr,  # (N, g, G), None if the moments of samples are not asked for
     cov_ptr,  # (N, g, G, G), likewise
+    extent_ptr,  # (N, 2), None if all pixels count
     samples,
     groups,
     chunks,
     chunk_length,
     length,
+    width,
     G: tl.constexpr,
     GP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -43,6 +45,7 @@ def _batch_moments_kernel(
 
     # The mean comes first: sums of squares would lose the digits that centring keeps.
     total = tl.zeros((ROWS, GP), dtype=tl.float32)
+    counted = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, parts, ROWS):
         part = start + tl.arange(0, ROWS)
         inside = (part < parts)[:, None] & (column < G)[None, :]
@@ -50,10 +53,15 @@ def _batch_moments_kernel(
         mean = tl.load(
             chunk_mean_ptr + place[:, None] * G + column[None, :], mask=inside, other=0.0
         )
-        count = chunk_count(part % chunks, chunk_length, length)
+        sample = first + tl.minimum(part, parts - 1) // chunks
+        count = chunk_count(part % chunks, chunk_length, length, extent_ptr, sample, width)
+        counted += tl.where(part < parts, count, 0.0)
         total += tl.where(inside, count[:, None] * (mean - shift[None, :]), 0.0)
     pixels = (number * 1.0) * length
-    center = shift + tl.sum(total, axis=0) / pixels
+    if extent_ptr is not None:
+        pixels = tl.sum(counted, axis=0)
+    divisor = tl.maximum(pixels, 1.0)
+    center = shift + tl.sum(total, axis=0) / divisor
 
     scatter = tl.zeros((ROWS, GP), dtype=tl.float32)
     for start in range(0, parts, ROWS):
@@ -65,11 +73,12 @@ def _batch_moments_kernel(
         )
         rows = chunk_cov_ptr + (place * G + row)[:, None] * G + column[None, :]
         cov = tl.load(rows, mask=inside, other=0.0)
-        count = chunk_count(part % chunks, chunk_length, length)
+        sample = first + tl.minimum(part, parts - 1) // chunks
+        count = chunk_count(part % chunks, chunk_length, length, extent_ptr, sample, width)
         offset = tl.where(inside, mean - center[None, :], 0.0)
         row_offset = tl.sum(tl.where(on_row[None, :], offset, 0.0), axis=1)
         scatter += tl.where(inside, count[:, None] * (cov + row_offset[:, None] * offset), 0.0)
-    spread = tl.sum(scatter, axis=0) / pixels
+    spread = tl.sum(scatter, axis=0) / divisor
 
     if which == 0:
         tl.store(batch_mean_ptr + group * G + column, center, mask=on_row)
@@ -92,5 +101,6 @@ def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
         chunks.number,
         chunks.length,
         map.length,
+        map.width,
         **map.rows,
     )

@@ -81,13 +81,14 @@ def cannot_run_on(device: torch.device) -> str | None:
 
 
 class Map(NamedTuple):
-    """The shape of a feature map, and the strides of its (sample, channel, pixel)."""
+    """The shape of a feature map, the strides of its (sample, channel, pixel), and its W."""
 
     samples: int
     groups: int
     num_pergroup: int
     length: int
     strides: tuple[int, int, int]
+    width: int = 0
 
     @property
     def side(self) -> int:
@@ -115,7 +116,7 @@ def map_of(x: Tensor, num_pergroup: int) -> Map:
     """Of x (N, C, H, W), whose H and W can be seen as one axis."""
     pixels = x.flatten(2)
     n, channels, length = pixels.shape
-    return Map(n, channels // num_pergroup, num_pergroup, length, pixels.stride())
+    return Map(n, channels // num_pergroup, num_pergroup, length, pixels.stride(), x.shape[3])
 
 
 class Chunks(NamedTuple):

@@ -17,6 +17,7 @@ from .common import (
     tl,
     triton,
 )
+from .extent import counts, sample_count
 from .launch import Launch
 from .mixture import LAST, SLOTS, omegas, pick, positions, weigh
 
@@ -48,7 +49,8 @@ def _input_gradient_kernel(
     layer_ptr,  # (N, 2), None without "ln"
     grad_batch_mean_ptr,  # (g, G), None if the batch's statistics are constants
     grad_batch_cov_ptr,  # (g, G, G), likewise
-    count_ptr,  # M, (1,), None if it is that of one rank
+    count_ptr,  # M, (1,), None if it is that of one rank without padding
+    extent_ptr,  # (N, 2), None if all pixels count
     groups,
     chunks,
     chunk_length,
@@ -59,6 +61,7 @@ def _input_gradient_kernel(
     x_stride_sample,
     x_stride_channel,
     x_stride_pixel,
+    width,
     sample_share,  # 1 / L
     batch_share,  # 1 / M of one rank
     K: tl.constexpr,
@@ -106,6 +109,8 @@ def _input_gradient_kernel(
             offset = mean - tl.load(layer_ptr + 2 * sample)
             grad_mean += to_mean + 2.0 * to_variance * offset
             grad_cov += to_variance * identity
+        if extent_ptr is not None:
+            sample_share = 1.0 / sample_count(length, extent_ptr, sample)
         x_matrix = 2.0 * sample_share * grad_cov
         bias = times(x_matrix, center - mean) + sample_share * grad_mean
     if grad_batch_mean_ptr is not None:
@@ -129,7 +134,12 @@ def _input_gradient_kernel(
             x = load_tile(x_ptr + rows, pixel, x_stride_pixel, inside)
             if x_ptr.dtype.element_ty == tl.float32:
                 x -= center[:, None]
-            dx = multiply(x_matrix, x, dx) + bias[:, None]
+            if extent_ptr is None:
+                dx = multiply(x_matrix, x, dx) + bias[:, None]
+            else:
+                by_statistics = multiply(x_matrix, x, tl.zeros((GP, BLOCK), dtype=tl.float32))
+                of_image = counts(extent_ptr, sample, pixel, width)
+                dx += tl.where(of_image[None, :], by_statistics + bias[:, None], 0.0)
         store_tile(dx_ptr + rows, pixel, x_stride_pixel, inside, dx)
 
 
@@ -145,6 +155,7 @@ def input_gradient(map: Map, dy_strides: tuple[int, int, int], options: Options)
         map.length,
         *dy_strides,
         *map.strides,
+        map.width,
         1.0 / map.length,
         1.0 / (map.samples * map.length),
         **positions(options.statistics),

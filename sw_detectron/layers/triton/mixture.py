@@ -3,11 +3,13 @@
 BW, IW, BN, IN and LN are the indices of the statistics in the set, -1 for those that it lacks:
 their ω is 0, and what they would add to a result is nothing. Moments of samples may be those of
 their chunks, which are put together on the way: pointers of (N, g, chunks, G) and
-(N, g, chunks, G, G), where every chunk but the last has `chunk_length` of the `length` pixels.
+(N, g, chunks, G, G), where every chunk but the last has `chunk_length` of the `length` pixels, of
+which those count that `extent` says.
 """
 
 from ..mixing import STATISTICS
 from .common import BLOCK, identity_matrix, load_matrix, load_vector, sum_matrix, tl, triton
+from .extent import chunk_count, sample_count
 
 # A program holds its inner products with the statistics in a vector: K <= 5 of them, and last a
 # plain sum, which "ln" needs.
@@ -59,14 +61,18 @@ def weigh(omega, cov, identity, WHITENED: tl.constexpr, STANDARDIZED: tl.constex
 
 
 @triton.jit
-def chunk_count(chunk, chunk_length, length):
-    """Pixels of a chunk."""
-    return tl.minimum(length - chunk * chunk_length, chunk_length).to(tl.float32)
-
-
-@triton.jit
 def sample_moments(
-    mean_ptr, cov_ptr, index, chunks, chunk_length, length, G: tl.constexpr, GP: tl.constexpr
+    mean_ptr,
+    cov_ptr,
+    index,
+    chunks,
+    chunk_length,
+    length,
+    extent_ptr,
+    sample,
+    width,
+    G: tl.constexpr,
+    GP: tl.constexpr,
 ):
     """Mean (GP,) and covariance (GP, GP) of a sample and group, from those of its chunks.
 
@@ -74,15 +80,16 @@ def sample_moments(
     relative to the first one, so that sums of their products keep their digits.
     """
     first = index * chunks
+    whole = sample_count(length, extent_ptr, sample)
     shift = load_vector(mean_ptr + first * G, G, GP)
     offset = tl.zeros((GP,), dtype=tl.float32)
     for chunk in range(1, chunks):
-        share = chunk_count(chunk, chunk_length, length) / length
+        share = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width) / whole
         offset += share * (load_vector(mean_ptr + (first + chunk) * G, G, GP) - shift)
     mean = shift + offset
     cov = tl.zeros((GP, GP), dtype=tl.float32)
     for chunk in range(chunks):
-        share = chunk_count(chunk, chunk_length, length) / length
+        share = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width) / whole
         apart = load_vector(mean_ptr + (first + chunk) * G, G, GP) - mean
         within = load_matrix(cov_ptr + (first + chunk) * G * G, G, GP)
         cov += share * (within + apart[:, None] * apart[None, :])
@@ -90,16 +97,28 @@ def sample_moments(
 
 
 @triton.jit
-def layer_moments(mean_ptr, cov_ptr, sample, groups, chunks, chunk_length, length, G: tl.constexpr):
+def layer_moments(
+    mean_ptr,
+    cov_ptr,
+    sample,
+    groups,
+    chunks,
+    chunk_length,
+    length,
+    extent_ptr,
+    width,
+    G: tl.constexpr,
+):
     """Mean and variance over all channels and pixels of a sample, as LN takes them."""
     number = groups * chunks * G
     first = sample * number
-    values = (groups * G * 1.0) * length
+    values = (groups * G) * sample_count(length, extent_ptr, sample)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, number, BLOCK):
         i = start + tl.arange(0, BLOCK)
         mean = tl.load(mean_ptr + first + i, mask=i < number, other=0.0)
-        total += chunk_count(i // G % chunks, chunk_length, length) * mean
+        chunk = i // G % chunks
+        total += chunk_count(chunk, chunk_length, length, extent_ptr, sample, width) * mean
     layer_mean = tl.sum(total, axis=0) / values
     scatter = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, number, BLOCK):
@@ -108,7 +127,8 @@ def layer_moments(mean_ptr, cov_ptr, sample, groups, chunks, chunk_length, lengt
         mean = tl.load(mean_ptr + first + i, mask=inside, other=0.0)
         variance = tl.load(cov_ptr + (first + i) * G + i % G, mask=inside, other=0.0)
         offset = mean - layer_mean
-        count = chunk_count(i // G % chunks, chunk_length, length)
+        chunk = i // G % chunks
+        count = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width)
         scatter += tl.where(inside, count * (variance + offset * offset), 0.0)
     return layer_mean, tl.sum(scatter, axis=0) / values
 

@@ -1,6 +1,7 @@
 """First launch of a forward pass: moments of chunks of pixels."""
 
 from .common import EXACT_PRODUCT, Chunks, Map, load_tile, locate, split, store_matrix, tl, triton
+from .extent import chunk_count, counts
 from .launch import Launch
 
 
@@ -9,6 +10,7 @@ def _moments_kernel(
     x_ptr,
     mean_ptr,  # (N, g, chunks, G)
     cov_ptr,  # (N, g, chunks, G, G)
+    extent_ptr,  # (N, 2), None if all pixels count
     groups,
     chunks,
     chunk_length,
@@ -16,6 +18,7 @@ def _moments_kernel(
     stride_sample,
     stride_channel,
     stride_pixel,
+    width,
     G: tl.constexpr,
     GP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,21 +36,31 @@ def _moments_kernel(
     in_group = (channel < G)[:, None]
     rows = x_ptr + sample * stride_sample + (group * G + channel) * stride_channel
     pixel = begin + tl.arange(0, BLOCK)
-    tile = load_tile(rows, pixel, stride_pixel, in_group & (pixel < end)[None, :])
+    inside = pixel < end
+    first = tl.minimum(end - begin, BLOCK).to(tl.float32)
+    count = (end - begin).to(tl.float32)
+    if extent_ptr is not None:
+        inside &= counts(extent_ptr, sample, pixel, width)
+        first = tl.maximum(tl.sum(inside.to(tl.float32), axis=0), 1.0)
+        count = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width)
+        count = tl.maximum(count, 1.0)
+    tile = load_tile(rows, pixel, stride_pixel, in_group & inside[None, :])
     # The padding of the tile is zero, and counts in the sum only.
-    shift = tl.sum(tile.to(tl.float32), axis=1) / tl.minimum(end - begin, BLOCK).to(tl.float32)
+    shift = tl.sum(tile.to(tl.float32), axis=1) / first
 
     total = tl.zeros((GP,), dtype=tl.float32)
     scatter = tl.zeros((GP, GP), dtype=tl.float32)
     mixed = tl.zeros((GP, GP), dtype=tl.float32)
     for start in range(begin, end, BLOCK):
-        pixel = start + tl.arange(0, BLOCK)
         deviation = tile.to(tl.float32) - shift[:, None]
-        deviation = tl.where((pixel < end)[None, :], deviation, 0.0)
+        deviation = tl.where(inside[None, :], deviation, 0.0)
         # The next tile is on its way while this one is multiplied. After the last one the mask
         # is empty and nothing is read.
-        pixel += BLOCK
-        tile = load_tile(rows, pixel, stride_pixel, in_group & (pixel < end)[None, :])
+        pixel = start + BLOCK + tl.arange(0, BLOCK)
+        inside = pixel < end
+        if extent_ptr is not None:
+            inside &= counts(extent_ptr, sample, pixel, width)
+        tile = load_tile(rows, pixel, stride_pixel, in_group & inside[None, :])
         total += tl.sum(deviation, axis=1)
         # deviation deviation^T = high high^T + high low^T + (high low^T)^T + negligible.
         high, low = split(deviation)
@@ -55,7 +68,6 @@ def _moments_kernel(
         mixed = tl.dot(high, tl.trans(low), mixed, input_precision=EXACT_PRODUCT)
 
     scatter += mixed + tl.trans(mixed)
-    count = (end - begin).to(tl.float32)
     offset = total / count
     cov = scatter / count - offset[:, None] * offset[None, :]
     # Rounding must not make the variance of a constant channel negative.
@@ -77,6 +89,7 @@ def moments(map: Map, chunks: Chunks) -> Launch:
         chunks.length,
         map.length,
         *map.strides,
+        map.width,
         G=map.num_pergroup,
         GP=map.side,
         BLOCK=chunks.block,

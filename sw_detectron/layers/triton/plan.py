@@ -59,11 +59,13 @@ class Plan:
 
     Args:
         x: (N, C, H, W), contiguous or channels_last. N is 0 only where other ranks have samples.
+        padded: whether calls have an extent.
     """
 
-    def __init__(self, x: Tensor, parameters: Parameters, options: Options):
+    def __init__(self, x: Tensor, parameters: Parameters, options: Options, padded: bool):
         self._map = map = map_of(x, options.num_pergroup)
         self._options = options
+        self._padded = padded
         self._of_ranks = options.of_this_batch and options.group is not None
         n, c, matrix = map.samples, map.channels, map.channels * map.num_pergroup
         self._samples = n if options.of_sample else 1  # N'
@@ -107,7 +109,7 @@ class Plan:
         return ranks_moments(self._map, ranks, self._options.momentum)
 
     def forward(
-        self, x: Tensor, parameters: Parameters, running: Running
+        self, x: Tensor, parameters: Parameters, running: Running, extent: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """y, and the tensors that `backward` needs."""
         options, stream = self._options, current_stream(x.device)
@@ -127,12 +129,12 @@ class Plan:
                 *chunked, packed_mean, packed_cov = self._temporary.split(temporary)
                 if self._separate:
                     chunk_mean, chunk_cov = chunked
-            self._moments(stream, x, chunk_mean, chunk_cov)
+            self._moments(stream, x, chunk_mean, chunk_cov, extent)
         moved, of_sample = (None, None), (None, None)
         if options.of_this_batch:
             of_batch = (packed_mean, packed_cov) if self._of_ranks else (batch_mean, batch_cov)
             combined = (mean, cov) if self._several else (None, None)
-            self._batch_moments(stream, chunk_mean, chunk_cov, *of_batch, *combined)
+            self._batch_moments(stream, chunk_mean, chunk_cov, *of_batch, *combined, extent)
             chunk_mean, chunk_cov = mean, cov
             if self._of_ranks:
                 packed = temporary[-(self._vector + self._matrix + 1) :]
@@ -145,7 +147,7 @@ class Plan:
         self._whiten(
             *(stream, x, y, parameters.mean_weight, parameters.var_weight),
             *(parameters.weight, parameters.bias, chunk_mean, chunk_cov, batch_mean, batch_cov),
-            *(*moved, center, *of_sample, layer),
+            *(*moved, center, *of_sample, layer, extent),
         )
         if options.of_this_batch:
             # For autograd, if it has kept the values from before for some other call.
@@ -158,7 +160,13 @@ class Plan:
         self._ranks_moments(stream, gathered, batch_mean, batch_cov, *running)
 
     def backward(
-        self, dy: Tensor, x: Tensor, parameters: Parameters, kept: list[Tensor], needs_dx: bool
+        self,
+        dy: Tensor,
+        x: Tensor,
+        parameters: Parameters,
+        kept: list[Tensor],
+        needs_dx: bool,
+        extent: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of x, None if it needs none, and of the parameters, float32."""
         options, device = self._options, x.device
@@ -191,12 +199,13 @@ class Plan:
         count = dx = None
         if self._of_ranks:
             sum_over_ranks(temporary[-(self._vector + self._matrix) :], options.group)
+        if options.of_this_batch and (self._of_ranks or self._padded):
             count = batch_cov[-1:]
         if needs_dx:
             dx = torch.empty_like(x)
             to_input(
                 *(stream, pixels, x, dx, *ratios, matrix, center, mean, batch_mean),
-                *(of_center, of_mixed, inner, layer, sum_mean, sum_cov, count),
+                *(of_center, of_mixed, inner, layer, sum_mean, sum_cov, count, extent),
             )
         return dx, *of_parameters
 

@@ -46,6 +46,7 @@ def _whiten_kernel(
     sample_mean_ptr,  # (N, g, G), None if there is only one moment_chunk
     sample_cov_ptr,  # (N, g, G, G), likewise
     layer_ptr,  # (N, 2), None without "ln"
+    extent_ptr,  # (N, 2), None if all pixels count
     groups,
     chunks,
     chunk_length,
@@ -55,6 +56,7 @@ def _whiten_kernel(
     stride_sample,
     stride_channel,
     stride_pixel,
+    width,
     eps,
     momentum,
     T: tl.constexpr,
@@ -95,11 +97,30 @@ def _whiten_kernel(
         batch_cov = load_matrix(batch_cov_ptr + group * G * G, G, GP)
     if mean_ptr is not None:
         mean, cov = sample_moments(
-            mean_ptr, cov_ptr, index, moment_chunks, moment_length, length, G, GP
+            mean_ptr,
+            cov_ptr,
+            index,
+            moment_chunks,
+            moment_length,
+            length,
+            extent_ptr,
+            sample,
+            width,
+            G,
+            GP,
         )
     if layer_ptr is not None:
         layer_mean, layer_variance = layer_moments(
-            mean_ptr, cov_ptr, sample, groups, moment_chunks, moment_length, length, G
+            mean_ptr,
+            cov_ptr,
+            sample,
+            groups,
+            moment_chunks,
+            moment_length,
+            length,
+            extent_ptr,
+            width,
+            G,
         )
     omega, omega_cov = omegas(mean_weight_ptr, var_weight_ptr, K)
     center, mixed = mix(
@@ -144,6 +165,8 @@ def _whiten_kernel(
         if running_mean_ptr is not None:  # noqa: SIM102
             if sample == 0:
                 finite = all_finite(batch_cov_ptr, groups * G, G)
+                if extent_ptr is not None:  # and there may be no pixel
+                    finite &= tl.load(batch_cov_ptr + groups * G * G) > 0
                 move_vector(running_mean_ptr + group * G, batch_mean, momentum, finite, G, GP)
                 move_matrix(running_cov_ptr + group * G * G, batch_cov, momentum, finite, G, GP)
 
@@ -179,6 +202,7 @@ def whiten(map: Map, moment_chunks: int, moment_length: int, options: Options) -
         moment_chunks,
         moment_length,
         *map.strides,
+        map.width,
         float(options.eps),
         float(options.momentum),
         T=options.num_iterations,

@@ -14,6 +14,7 @@ from .check import check_objects, wanted_by_detector
 from .coco_folder import add_coco_folder_config, follow_coco_folder, register_coco_folder
 from .evaluators import EVALUATORS
 from .page import predictions_section
+from .predictor import DetectionPredictor
 from .results import detection_results
 from .trainer import DetectionTrainer
 
@@ -46,7 +47,7 @@ class Detection(Task):
         cfg = cfg.clone()
         cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = confidence
         cfg.MODEL.RETINANET.SCORE_THRESH_TEST = confidence
-        return super().build_predictor(cfg, confidence)
+        return DetectionPredictor(cfg)
 
     def results(
         self, outputs: dict, frame: np.ndarray, metadata: Metadata, confidence: float
