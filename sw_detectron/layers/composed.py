@@ -45,21 +45,14 @@ def composed_switch_whiten(
     batch_mean, batch_cov = running or (None, None)
     mean = cov = None
     count, pixels_of_samples = x.shape[0] * pixels.shape[-1], None
-    share = 1 / pixels.shape[-1]  # of each pixel in its sample's statistics
+    inside = None
     if extent is not None:
         pixels_of_samples = extent.pixels
         count = sum(pixels_of_samples)
-        each = 1 / pixels.new_tensor(pixels_of_samples).clamp(min=1)
-        share = extent.mask(*x.shape[2:], x.device).flatten(2)[:, None] * each.view(-1, 1, 1, 1)
+        inside = extent.mask(*x.shape[2:], x.device).flatten(2)[:, None]  # (N, 1, 1, L)
     of_this_batch = options.of_batch and running is None
     if options.of_sample or of_this_batch:
-        mean = (pixels * share).sum(dim=-1)
-        centred = pixels - mean[..., None]
-        weighted = centred * share
-        if options.diagonal:
-            cov = (centred * weighted).sum(dim=-1)
-        else:
-            cov = weighted @ centred.mT
+        mean, cov = _sample_moments(pixels, inside, options.diagonal)
     if of_this_batch:
         batch_mean, batch_cov = batch_moments(mean, cov, pixels_of_samples)
         if options.group is not None:
@@ -81,3 +74,23 @@ def composed_switch_whiten(
         y = y + bias.to(dtype).view(-1, options.num_pergroup, 1)
     y = y.reshape(x.shape).to(x.dtype)
     return y, *((batch_mean, batch_cov) if of_this_batch else (None, None)), count
+
+
+def _sample_moments(pixels: Tensor, inside: Tensor | None, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """Mean (N, g, G) and covariance (N, g, G, G), or variance (N, g, G), of each sample.
+
+    Args:
+        pixels: (N, g, G, L).
+        inside: (N, 1, 1, L), which of them count; None for all.
+    """
+    if inside is None:
+        number = pixels.shape[-1]
+        mean = pixels.mean(dim=-1)
+        centred = pixels - mean[..., None]
+    else:
+        number = inside.sum(dim=-1).clamp(min=1)  # (N, 1, 1)
+        mean = torch.where(inside, pixels, 0).sum(dim=-1) / number
+        centred = torch.where(inside, pixels - mean[..., None], 0)
+    if diagonal:
+        return mean, centred.square().sum(dim=-1) / number
+    return mean, centred @ centred.mT / (number if inside is None else number[..., None])
