@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
 from helpers.coco import small_coco, write_images
 from helpers.runs import TINY, refuse
@@ -18,6 +18,7 @@ from sw_detectron import SwitchWhiten2d, UserError
 from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.checkpoint.convert import convert_checkpoint
 from sw_detectron.checkpoint.reading import read_file
+from sw_detectron.checkpoint.run_record import run_record
 from sw_detectron.checkpoint.writing import write_checkpoint
 from sw_detectron.engine import argument_parser, launch, load_model, train_or_evaluate
 from sw_detectron.engine.carried import carried_metadata
@@ -77,6 +78,19 @@ def test_predictions_are_those_with_the_config_and_the_data_set(folder, weights,
     assert len(alone) > 3
     assert alone == full
     assert {result["category_id"] for result in alone} <= {3, 7}
+
+
+def test_the_classes_are_those_of_what_is_tested_on(folder, tmp_path):
+    """Two data sets may have one class under two names."""
+    overrides = [*SMALL, "DATASETS.COCO_FOLDER", str(folder)]
+    cfg = load_config(CONFIG, overrides)
+    MetadataCatalog.get("own_train").__dict__["thing_classes"] = ["one", "two"]
+    names = DatasetCatalog.get("own_val") and MetadataCatalog.get("own_val").thing_classes
+    assert names != ["one", "two"]
+    assert run_record(cfg).metadata["thing_classes"] == names
+    assert run_record(cfg).dataset == "own_val"
+    cfg.DATASETS.TEST = ()
+    assert run_record(cfg).metadata["thing_classes"] == ["one", "two"]
 
 
 def test_the_command_line_wins(folder, weights, tmp_path):

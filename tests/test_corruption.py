@@ -184,6 +184,12 @@ def test_an_images_pixels_follow_from_its_name(corruption):
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
+def test_severities_draw_noise_of_their_own():
+    grey = np.full((64, 64, 3), 128, np.uint8)
+    noise = [corrupt(grey, "gaussian_noise", s, "a").astype(float).ravel() - 128 for s in (1, 2)]
+    assert abs(np.corrcoef(*noise)[0, 1]) < 0.1  # of 12,288 values; 1 if it were the same noise
+
+
 def test_an_error_leaves_numpys_generator_too(monkeypatch):
     before = np.random.get_state()[1].copy()  # noqa: NPY002
     with pytest.raises(KeyError):

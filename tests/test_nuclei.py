@@ -61,6 +61,14 @@ def test_images_masks_and_kinds_of_microscopy(download, tmp_path):
     assert cfg.INPUT.MASK_FORMAT == "bitmask"
 
 
+def test_a_mask_without_a_pixel_is_no_nucleus(download, tmp_path):
+    Image.new("L", (40, 30)).save(download / IDS[0] / "masks/0.png")
+    prepare_nuclei(download, tmp_path / "out", VAL)
+    content = json.loads((tmp_path / "out/annotations/train.json").read_text())
+    assert [a["image_id"] for a in content["annotations"]] == [1, 2, 2, 3, 3]
+    assert all(a["area"] > 0 for a in content["annotations"])
+
+
 def test_the_command_splits_as_the_figures_were_made(download, tmp_path):
     val = (config_folder() / "nuclei/val_images.txt").read_text().split()
     assert len(val) == len(set(val)) == 117

@@ -233,7 +233,8 @@ def test_a_line_cut_short_is_skipped_and_a_repeated_iteration_counts_once(tmp_pa
 def test_smoothing_averages_and_leaves_gaps_out():
     assert curves._smooth(np.array([4.0])) == pytest.approx([4.0])
     assert curves._smooth(np.array([0.0, 3.0, 6.0, 0.0])) == pytest.approx([1.5, 3.0, 3.0, 3.0])
-    assert curves._smooth(np.array([1.0, np.nan, 3.0])) == pytest.approx([1.0, 2.0, 3.0])
+    for gap in (np.nan, np.inf, -np.inf):
+        assert curves._smooth(np.array([1.0, gap, 3.0])) == pytest.approx([1.0, 2.0, 3.0])
     assert len(curves._smooth(np.arange(1000.0))) == 1000
 
 

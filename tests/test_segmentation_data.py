@@ -151,6 +151,14 @@ def test_padding_is_the_mean_colour_without_label():
         assert (inputs.image[rows] == MEAN).all()
 
 
+def test_padding_moves_coordinates_with_their_pixels():
+    image, _ = mosaic(5, 6, block=2)
+    image[3, 2] = 7
+    transform = PadToSize((8, 16), MEAN, 255).get_transform(image)
+    ((x, y),) = transform.apply_coords(np.array([[2.0, 3.0]]))
+    assert (transform.apply_image(image)[int(y), int(x)] == 7).all()
+
+
 def test_half_of_the_images_are_rotated_either_way_and_half_are_blurred():
     augmentations = build_augmentations(load_config(CONFIG, []), is_train=True)
     (rotation,) = (a for a in augmentations if isinstance(a, RandomRotation))

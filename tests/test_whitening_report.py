@@ -137,6 +137,9 @@ def test_the_needed_iterations_are_the_first_that_converge():
     assert above_rounding == sorted(above_rounding, reverse=True)
     needed = measured.iterations_needed
     assert medians[needed - 1] <= 0.01 < medians[needed - 2]
+    # Some groups take longer, and most of them decide.
+    measured.residuals[needed - 1, 0, 0] = 1.0
+    assert measured.iterations_needed == needed
 
 
 @pytest.fixture(scope="module")
