@@ -98,6 +98,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def percentages(text: str) -> tuple[float, ...]:
+    """The type of an argument that lists percentages, 0 to 1000, with commas between."""
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = (-1.0,)
+    if not all(0 <= value <= 1000 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of percentages from 0 to 1000")
+    return values
+
+
 def subset_of(names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     """The type of an argument that lists distinct names out of `names`, with commas between."""
 

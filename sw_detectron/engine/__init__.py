@@ -4,6 +4,7 @@ from .corruption import corruption_benchmark
 from .image_arguments import add_image_arguments, batches_of
 from .launch import launch
 from .lazy import load_lazy_config, train_or_evaluate_lazy
+from .padding_benchmark import padding_benchmark
 from .setup import argument_parser, load_config, load_model, setup
 from .train import train_or_evaluate
 from .trainer import Trainer
@@ -18,6 +19,7 @@ __all__ = [
     "load_config",
     "load_lazy_config",
     "load_model",
+    "padding_benchmark",
     "setup",
     "train_or_evaluate",
     "train_or_evaluate_lazy",
