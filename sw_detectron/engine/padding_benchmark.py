@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.nn.functional as F
+from detectron2.config import CfgNode
 from detectron2.structures import ImageList
 from tabulate import tabulate
 from torch import nn
@@ -43,23 +44,16 @@ def padding_benchmark(args: argparse.Namespace) -> list[dict[str, object]]:
         UserError: something that was given is wrong or missing.
     """
     configs = config_for_each(args.config_file, args.weights)
-    models = zip(names_of_networks(configs, args.weights), configs, args.weights)
+    models = [*zip(names_of_networks(configs, args.weights), configs, args.weights)]
+    for _, *model in models:  # all of them before the first is measured
+        _prepare(*model, args)
     folder = output_folder(args.output)
     rows = []
     cases = list(itertools.product(args.paddings, args.larger))
-    with tqdm(total=len(args.weights) * len(cases), unit="evaluation") as progress:
+    with tqdm(total=len(models) * len(cases), unit="evaluation") as progress:
         for name, config_file, weights in models:
-            cfg = load_config(config_file, [*args.opts, "MODEL.WEIGHTS", weights])
-            if not cfg.DATASETS.TEST:
-                raise UserError("DATASETS.TEST is empty: name a registered data set to evaluate on")
-            cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
-            check_values(cfg, training=False)
-            check_datasets(cfg, training=False)
-            check_weights("MODEL.WEIGHTS", weights, cfg.OUTPUT_DIR, resume=False)
-            if args.images is not None:
-                cfg.DATASETS.TEST = (register_spread(cfg.DATASETS.TEST[0], args.images),)
-                check_datasets(cfg, training=False)
-            check_data(cfg, training=False)
+            # Again, since data sets such as own_val are registered for the config read last.
+            cfg = _prepare(config_file, weights, args)
             model = trained_model(cfg)
             for padding, larger in cases:
                 set_padding(model, padding)
@@ -70,6 +64,22 @@ def padding_benchmark(args: argparse.Namespace) -> list[dict[str, object]]:
     write_text(folder / "results.json", json.dumps([*map(_finite, rows)], indent=2) + "\n")
     write_text(folder / "results.md", _table(rows) + "\n")
     return rows
+
+
+def _prepare(config_file: str, weights: str, args: argparse.Namespace) -> CfgNode:
+    """A model's config, whose DATASETS.TEST is what it is evaluated on."""
+    cfg = load_config(config_file, [*args.opts, "MODEL.WEIGHTS", weights])
+    if not cfg.DATASETS.TEST:
+        raise UserError("DATASETS.TEST is empty: name a registered data set to evaluate on")
+    cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
+    check_values(cfg, training=False)
+    check_datasets(cfg, training=False)
+    check_weights("MODEL.WEIGHTS", weights, cfg.OUTPUT_DIR, resume=False)
+    if args.images is not None:
+        cfg.DATASETS.TEST = (register_spread(cfg.DATASETS.TEST[0], args.images),)
+        check_datasets(cfg, training=False)
+    check_data(cfg, training=False)
+    return cfg
 
 
 @contextmanager
