@@ -3,6 +3,7 @@ images of a folder; and precise statistics in training."""
 
 import logging
 import shutil
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -464,6 +465,19 @@ def test_precise_statistics_of_sw_and_bn_are_in_the_checkpoints(shapes, tmp_path
     for name in ("model_0000001.pth", "model_final.pth"):
         # 17 convolutions and 3 shortcuts of the ResNet, 8 of the FPN
         assert check_running_values(trainer.cfg, tmp_path / name) == (5, 28)
+
+
+def test_precise_statistics_are_found_in_each_period_and_at_the_end(monkeypatch):
+    hook = PreciseStats(2, None, [], 1)
+    found = []
+    monkeypatch.setattr(hook, "_update", lambda: found.append(hook.trainer.iter + 1))
+    for period, expected in ((2, [2, 4, 5]), (0, [5])):
+        found.clear()
+        hook._period = period
+        for iteration in range(5):
+            hook.trainer = Namespace(iter=iteration, max_iter=5)
+            hook.after_step()
+        assert found == expected
 
 
 @pytest.mark.slow

@@ -368,3 +368,12 @@ def test_every_tool_that_loads_weights_warns(tmp_path, caplog):
     load_model("classification_shapes_R18_SW.yaml", weights, ["MODEL.PIXEL_STD", "[1.0, 1.0, 1.0]"])
     assert caplog.text.count("weights were made for") == 1
     assert "MODEL.PIXEL_STD is [1.0, 1.0, 1.0]" in caplog.text
+
+
+def test_only_what_training_continues_from_is_the_last_checkpoint(tmp_path):
+    model = nn.Linear(2, 2)
+    Checkpointer(model, str(tmp_path)).save("model_alone")
+    assert [path.name for path in tmp_path.iterdir()] == ["model_alone.pth"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Checkpointer(model, str(tmp_path), optimizer=optimizer).save("model_0")
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0.pth"

@@ -257,6 +257,14 @@ def test_compressed_masks_are_known_by_their_runs(seed):
     assert usable_mask(rle | {"counts": rle["counts"][:-1]}, 37, 53) is None
 
 
+@pytest.mark.parametrize("place", range(6))
+def test_polygons_far_from_their_image_are_no_masks(place):
+    points = [1.0, 2.0, 30.0, 2.0, 30.0, 20.0]
+    for value, usable in ((1e6, True), (-1e6, True), (1.1e6, False), (-1.1e6, False)):
+        polygon = points[:place] + [value] + points[place + 1 :]
+        assert usable_mask([polygon], 37, 53) == ([polygon] if usable else None)
+
+
 # Any change of a valid file
 
 VALUES = st.one_of(

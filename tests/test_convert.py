@@ -487,6 +487,19 @@ def test_the_authors_release_with_a_set_to_name(tmp_path):
     assert result.config["MODEL.SW.STATISTICS"] == ["bw", "iw", "ln"]
     with pytest.raises(UserError, match="already.*--placement"):
         convert_checkpoint(tmp_path / "sw.pth", placement="imagenet")
+    # SN has three statistics, which its name says.
+    assert convert_checkpoint(tmp_path / "sw.pth", norm="SN").config["MODEL.SW.STATISTICS"] == [
+        *("bn", "in", "ln")
+    ]
+
+
+def test_a_release_whose_layers_differ_is_refused(tmp_path):
+    state = released_state(2)
+    name = next(key for key in state if key.endswith("sw_mean_weight"))
+    state[name] = torch.randn(5)
+    torch.save({"state_dict": state}, tmp_path / "sw.pth")
+    with pytest.raises(UserError, match="differ in statistics, groups or tied weights"):
+        convert_checkpoint(tmp_path / "sw.pth")
 
 
 def test_cifar_checkpoint(tmp_path):

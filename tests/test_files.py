@@ -1,6 +1,7 @@
 """Files are whole or not there, whoever else writes them and whatever ends the process."""
 
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -21,6 +22,27 @@ def fail(path, error):
     with written_whole(path) as unfinished:
         unfinished.write_text("half")
         raise error
+
+
+def test_a_file_that_gets_its_name_meanwhile_is_not_taken_for_one_that_was_left(
+    tmp_path, monkeypatch
+):
+    """Between its opening and its locking another writer may finish, and a third one begin."""
+    left = tmp_path / f"{PREFIX}0.txt"
+    left.write_text("left")
+    lock = fcntl.flock
+
+    def renamed_before(file, operation):
+        if operation & fcntl.LOCK_NB and left.read_text() == "left":
+            left.rename(tmp_path / "finished.txt")
+            left.write_text("of a third writer")
+        return lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", renamed_before)
+    write(tmp_path / "out.txt", "mine")
+    assert left.read_text() == "of a third writer"
+    assert (tmp_path / "finished.txt").read_text() == "left"
+    assert (tmp_path / "out.txt").read_text() == "mine"
 
 
 def in_process(function):

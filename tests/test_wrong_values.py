@@ -86,6 +86,19 @@ def test_a_wrong_value_that_its_error_does_not_name_is_one_line_too(capsys, tmp_
     assert "the config cannot be built" in refuse(capsys, "--config", SHAPES, *override)
 
 
+@pytest.mark.parametrize("steps", [(2, 6), (4, 3), (3, 3)])
+def test_a_rate_falls_before_the_end_and_in_order(capsys, tmp_path, steps):
+    overrides = ["SOLVER.MAX_ITER", "6", "SOLVER.STEPS", str(steps), "OUTPUT_DIR", str(tmp_path)]
+    message = refuse(capsys, "--config", SHAPES, *TINY, "MODEL.DEVICE", "cpu", *overrides)
+    assert f"SOLVER.STEPS {steps} must ascend to less than SOLVER.MAX_ITER, 6" in message
+
+
+def test_all_keys_that_may_be_meant_are_named():
+    cfg = load_config(SHAPES, ["MODEL.RESNETS.NORM", "XN", "MODEL.FPN.NORM", "XN"])
+    with pytest.raises(UserError, match="NORM or MODEL.*NORM cannot be right"), named_by_key(cfg):
+        raise KeyError("'XN' is not known")
+
+
 def test_the_values_of_all_configs_are_in_their_ranges():
     cfg = load_config(SHAPES, [])
     check_values(cfg, training=True)
