@@ -458,6 +458,7 @@ def run_tool(*args):
 
 
 @pytest.mark.parametrize("name", ["web page", "whole module"])
+@pytest.mark.slow
 def test_the_command_fails_with_one_line(tmp_path, name):
     path = tmp_path / "file.pth"
     path.write_bytes(WRONG_FILES[name][0]())

@@ -90,13 +90,8 @@ def test_from_a_config():
     )
 
 
-@pytest.mark.parametrize(
-    "depth, error",
-    [
-        (20, 18.97),
-        pytest.param(56, 16.80, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("depth, error", [(20, 18.97), (56, 16.80)])
 def test_real_weights_give_their_known_error(shared_data, depth, error):
     images, labels = cifar_test_images(shared_data, 10000)
     net = make_cifar_resnet(depth, num_classes=10).eval().to(memory_format=torch.channels_last)

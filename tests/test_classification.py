@@ -372,6 +372,7 @@ def test_a_few_images_are_learned_by_heart(generated, tmp_path):
     assert last["total_loss"] < 0.3  # smoothed over 20 iterations; chance is log 4 = 1.39
 
 
+@pytest.mark.slow
 def test_a_run_skips_unreadable_images_and_stops_at_many(tmp_path, capsys):
     for split in ("train", "val"):
         write_images(tmp_path / split, 120)

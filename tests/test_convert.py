@@ -122,7 +122,10 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "resnet101")) for name in NETWORKS],
+)
 def test_without_placement_the_network_computes_the_same(tool, tmp_path, capsys, name):
     source = randomize(NETWORKS[name]())
     torch.save(source.state_dict(), tmp_path / "source.pth")

@@ -634,6 +634,7 @@ def test_without_test_data_there_is_nothing_to_do(weights, tmp_path):
     refused(args, "--config is given 1 and --weights 2 times")
 
 
+@pytest.mark.slow
 def test_the_tool_ends_with_one_line_without_the_library(weights, tmp_path):
     arguments = [TOOL[1], "--weights", weights[0], "--output", str(tmp_path)]
     script = (

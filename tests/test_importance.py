@@ -377,6 +377,7 @@ def test_names_of_runs_are_as_short_as_they_can_be():
     assert short_names(["/a/one run", "/a/one_run"]) == ["one run (1)", "one_run (2)"]
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_clear_line(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "nowhere.pth")]
     failed = subprocess.run(

@@ -66,6 +66,7 @@ for get_norm in (held_by_another_name, late.get_norm, project.get_norm, local())
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.slow
 def test_modules_imported_before_and_after(when):
     subprocess.run([sys.executable, "-W", "ignore", "-c", BEFORE_OR_AFTER, when], check=True)
 

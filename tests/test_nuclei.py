@@ -69,6 +69,7 @@ def test_a_mask_without_a_pixel_is_no_nucleus(download, tmp_path):
     assert all(a["area"] > 0 for a in content["annotations"])
 
 
+@pytest.mark.slow
 def test_the_command_splits_as_the_figures_were_made(download, tmp_path):
     val = (config_folder() / "nuclei/val_images.txt").read_text().split()
     assert len(val) == len(set(val)) == 117

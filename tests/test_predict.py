@@ -412,6 +412,7 @@ def test_standard_error_has_only_lines_for_the_user(dataset, weights, tmp_path):
         assert "Warning" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_explains_itself_and_fails_in_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "tools/predict.py"), "--config", SHAPES]
     failed = subprocess.run(

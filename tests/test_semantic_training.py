@@ -231,6 +231,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(shapes_here, tmp_path):
     same(torch.load(cut / "model_final.pth"), torch.load(tmp_path / "whole/model_final.pth"))
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_fit_are_one_clear_line_from_workers_too(tmp_path):
     for folder in ("images", "labels"):
         (tmp_path / folder).mkdir()
@@ -258,6 +259,7 @@ def test_predictions_of_a_folder(datasets, tmp_path):
     torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
     generate_shapes(tmp_path / "shapes", "val", 2, size=140)
     arguments = {"config_file": SHAPES, "weights": str(tmp_path / "model.pth"), "confidence": 0.5}
+    arguments["batch"] = 1
     inputs = [str(tmp_path / "shapes/val"), *options]
     predict(Namespace(**arguments, inputs=inputs, output=str(tmp_path / "out")))
     results = json.loads((tmp_path / "out/predictions.json").read_text())

@@ -87,6 +87,7 @@ def test_a_broken_config_is_one_clear_line(capsys, tmp_path):
     assert "NORMS" in refuse(capsys, "--config", str(tmp_path / "wrong.yaml"))
 
 
+@pytest.mark.slow
 def test_the_script_explains_itself_and_fails_in_one_line(datasets):
     help_text = run([*TRAIN_NET, "--help"], datasets)
     assert help_text.returncode == 0
