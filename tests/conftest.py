@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Triton then interprets its kernels, so that their tests run here as on a GPU. It decides when
     # it is imported. Nothing else changes: on a CPU layers take the kernels only when told to.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples in every run.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -302,7 +302,7 @@ def mutated(draw):
             elif action == "repeat" and isinstance(place, list):
                 place.append(copy.deepcopy(inner))
             else:
-                place[key] = draw(VALUES)
+                place[key] = copy.deepcopy(draw(VALUES))  # a later change must not reach VALUES
             break
     return content
 

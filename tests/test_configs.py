@@ -180,10 +180,10 @@ def part_of(name: str, placed: list[str]) -> str:
 
 
 # Networks of 101 layers take longer.
-ROWS = [pytest.param(name, marks=[pytest.mark.slow] * ("R101" in name)) for name in TABLE]
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * ("R101" in name)) for name in TABLE]
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NAMES)
 def test_norms_sit_where_the_row_says_and_a_step_trains(name, records):
     detector, row = TABLE[name], ROWS[TABLE[name].norms]
     cfg = load_config(f"{name}_2x.yaml", SMALL)
