@@ -72,6 +72,25 @@ def add_config_argument(parser: argparse.ArgumentParser, **options) -> None:
     )
 
 
+def add_networks_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--config` and `--weights`, once for each network, and `--output`."""
+    add_config_argument(parser, action="append")
+    parser.add_argument(
+        "--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the results")
+
+
+def add_test_images_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--images`, of how many test images are evaluated."""
+    parser.add_argument(
+        "--images",
+        type=positive,
+        metavar="N",
+        help="evaluate so many, spread evenly over the test data (default: all)",
+    )
+
+
 def add_overrides_argument(parser: argparse.ArgumentParser) -> None:
     """Add `KEY VALUE ...` after the flags: `args.opts`, a list of strings."""
     parser.add_argument(

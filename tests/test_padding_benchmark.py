@@ -8,8 +8,8 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 from detectron2.structures import ImageList
+from helpers.detectors import SHAPES, SMALL, images, trained
 from helpers.runs import ROOT
-from test_padding_network import SHAPES, SMALL, images, trained
 
 from sw_detectron import UserError
 from sw_detectron.checkpoint import Checkpointer

@@ -10,8 +10,8 @@ from detectron2.data import transforms as T
 from detectron2.data.detection_utils import read_image
 from detectron2.export import scripting_with_instances
 from detectron2.modeling import build_backbone, build_model
-from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.structures import Boxes, ImageList
+from helpers.detectors import SHAPES, SMALL, images, trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,14 +21,6 @@ from sw_detectron.engine import load_config
 from sw_detectron.modeling.calibration import PooledMoments, calibrated_layers
 from sw_detectron.modeling.padding import set_padding
 
-SHAPES = "shapes_mask_rcnn_R18_FPN_SW.yaml"
-SMALL = """
-    MODEL.DEVICE cpu MODEL.WEIGHTS "" MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64
-    MODEL.FPN.OUT_CHANNELS 32 MODEL.RPN.CONV_DIMS [-1,-1] MODEL.RPN.POST_NMS_TOPK_TEST 20
-    MODEL.ROI_BOX_HEAD.FC_DIM 32 MODEL.ROI_MASK_HEAD.CONV_DIM 16 MODEL.ROI_MASK_HEAD.NUM_CONV 1
-    MODEL.ROI_HEADS.SCORE_THRESH_TEST 0.0 MODEL.RETINANET.SCORE_THRESH_TEST 0.0
-""".split()
-SMALL[SMALL.index('""')] = ""
 SCORES = 1e-5
 
 
@@ -37,26 +29,6 @@ def make_model(padding="zeroed", config=SHAPES, *overrides):
     torch.manual_seed(0)
     model = build_model(load_config(config, [*SMALL, "MODEL.SW.PADDING", padding, *overrides]))
     return trained(model).eval()
-
-
-def trained(model):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, (nn.modules.batchnorm._BatchNorm, SwitchWhiten2d)):
-                module.bias.normal_(0, 0.3, generator=generator)
-                module.running_mean.normal_(0, 0.3, generator=generator)
-            if isinstance(module, SwitchWhiten2d):
-                module.sw_mean_weight.normal_(generator=generator)
-            if isinstance(module, RetinaNetHead):
-                module.cls_score.weight.normal_(0, 1, generator=generator)
-    return model
-
-
-def images(*sizes):
-    """Inputs of a detector; the first ones of a longer list are the same."""
-    generator = torch.Generator().manual_seed(1)
-    return [{"image": 255 * torch.rand(3, h, w, generator=generator)} for h, w in sizes]
 
 
 DIFFERENT = images((64, 80), (96, 64), (49, 37), (128, 128))
@@ -100,7 +72,7 @@ def test_zeroed_padding_leaves_what_an_image_alone_gives(config):
     compare(model, DIFFERENT)
 
 
-def test_counted_padding_does_not(caplog):
+def test_counted_padding_does_not():
     """So the images above are no easy ones."""
     model = make_model("counted")
     with torch.no_grad():
@@ -153,7 +125,7 @@ def test_an_unpadded_batch_is_as_it_was(padding):
         assert torch.equal(found[level], map_)
 
 
-def gradients(model, inputs, **wrap):
+def gradients(model, inputs):
     model.zero_grad()
     maps = backbone_maps(model.backbone, inputs)
     sum(map_.square().mean() for map_ in maps.values()).backward()
@@ -302,3 +274,17 @@ def test_a_checkpoint_says_what_it_was_trained_with(tmp_path, caplog):
         assert "PADDING" not in caplog.text
         Checkpointer(build_model(other), cfg=other).load(str(tmp_path / "model_final.pth"))
     assert "MODEL.SW.PADDING is counted, but the weights were made for ignored" in caplog.text
+
+
+@torch.no_grad()
+def test_a_stem_may_have_convolutions_of_one_pixel():
+    backbone = make_model().backbone
+    backbone.bottom_up.stem.conv1 = nn.Conv2d(3, 64, 1, stride=2)  # whose bias fills the padding
+    nn.init.ones_(backbone.bottom_up.stem.conv1.bias)
+    set_padding(backbone, "zeroed")
+    together = backbone_maps(backbone, DIFFERENT)
+    for i, single in enumerate(DIFFERENT):
+        for level, map_ in backbone_maps(backbone, [single]).items():
+            h, w = map_.shape[2:]
+            error = (together[level][i, :, :h, :w] - map_[0]).abs().max() / map_.abs().max()
+            assert error < 1e-5, (level, i)

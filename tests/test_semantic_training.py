@@ -258,8 +258,8 @@ def test_predictions_of_a_folder(datasets, tmp_path):
     model = build_model(load_config(SHAPES, options)).eval()
     torch.save({"model": model.state_dict()}, tmp_path / "model.pth")
     generate_shapes(tmp_path / "shapes", "val", 2, size=140)
-    arguments = {"config_file": SHAPES, "weights": str(tmp_path / "model.pth"), "confidence": 0.5}
-    arguments["batch"] = 1
+    arguments = {"config_file": SHAPES, "weights": str(tmp_path / "model.pth")}
+    arguments |= {"confidence": 0.5, "batch": 1}
     inputs = [str(tmp_path / "shapes/val"), *options]
     predict(Namespace(**arguments, inputs=inputs, output=str(tmp_path / "out")))
     results = json.loads((tmp_path / "out/predictions.json").read_text())

@@ -7,10 +7,10 @@ from pathlib import Path
 from detectron2.utils import comm
 
 from sw_detectron.cli import (
-    add_config_argument,
+    add_networks_arguments,
     add_overrides_argument,
+    add_test_images_argument,
     make_parser,
-    positive,
 )
 from sw_detectron.data.corruptions import CORRUPTIONS
 from sw_detectron.engine import corruption_benchmark, launch
@@ -45,18 +45,11 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, EXAMPLES)
-    add_config_argument(parser, action="append")
+    add_networks_arguments(parser)
     add = parser.add_argument
-    add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
-    add("--output", required=True, metavar="DIR", help="folder of the results")
     add("--corruptions", metavar="NAME,…", help="some of them (default: all 15)")
     add("--severities", metavar="S,…", help="some of 1,2,3,4,5 (default: all)")
-    add(
-        "--images",
-        type=positive,
-        metavar="N",
-        help="evaluate so many, spread evenly over the test data (default: all)",
-    )
+    add_test_images_argument(parser)
     add(
         "--num-gpus",
         type=int,

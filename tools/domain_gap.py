@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from sw_detectron.analysis import domain_gap, domain_gap_figure, layer_features, save_result
 from sw_detectron.cli import (
-    add_config_argument,
+    add_networks_arguments,
     add_overrides_argument,
     config_for_each,
     make_parser,
@@ -57,12 +57,10 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, EXAMPLES)
-    add_config_argument(parser, action="append")
+    add_networks_arguments(parser)
     add = parser.add_argument
-    add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
     add("--source", required=True, metavar="DIR", help="folder of images, at least two")
     add("--target", required=True, metavar="DIR", help="folder of images, at least two")
-    add("--output", required=True, metavar="DIR", help="folder of the results")
     add_image_arguments(parser, num_images=200)
     add_overrides_argument(parser)
     return parser

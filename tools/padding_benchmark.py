@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from sw_detectron.cli import (
-    add_config_argument,
+    add_networks_arguments,
     add_overrides_argument,
+    add_test_images_argument,
     make_parser,
     percentages,
-    positive,
     run,
     subset_of,
 )
@@ -37,10 +37,8 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, EXAMPLES)
-    add_config_argument(parser, action="append")
+    add_networks_arguments(parser)
     add = parser.add_argument
-    add("--weights", action="append", required=True, metavar="FILE", help="a trained checkpoint")
-    add("--output", required=True, metavar="DIR", help="folder of the results")
     add(
         "--larger",
         type=percentages,
@@ -55,12 +53,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME,…",
         help=f"some values of MODEL.SW.PADDING (default: {','.join(PADDINGS)})",
     )
-    add(
-        "--images",
-        type=positive,
-        metavar="N",
-        help="evaluate so many, spread evenly over the test data (default: all)",
-    )
+    add_test_images_argument(parser)
     add_overrides_argument(parser)
     return parser
 

@@ -44,8 +44,7 @@ from ..report.corruption import save_corruption
 from ..report.tables import finite, write_text
 from ..task import find_task
 from .data_check import check_data, check_datasets
-from .setup import check_weights, load_config, trained_model
-from .values import check_values
+from .setup import evaluation_config, trained_model
 
 Results = dict[str, dict[str, float]]
 """Of an evaluation, by task and metric."""
@@ -174,13 +173,7 @@ def prepare(config_file: str, weights: str, benchmark: Benchmark) -> Subject:
     Raises:
         UserError: the config asks for something that is not there.
     """
-    cfg = load_config(config_file, [*benchmark.opts, "MODEL.WEIGHTS", weights])
-    if not cfg.DATASETS.TEST:
-        raise UserError("DATASETS.TEST is empty: name a registered data set to evaluate on")
-    cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
-    check_values(cfg, training=False)
-    check_datasets(cfg, training=False)
-    check_weights("MODEL.WEIGHTS", weights, cfg.OUTPUT_DIR, resume=False)
+    cfg = evaluation_config(config_file, weights, benchmark.opts)
     name = cfg.DATASETS.TEST[0]
     records = DatasetCatalog.get(name)
     names = image_names(records)

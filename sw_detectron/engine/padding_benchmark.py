@@ -21,8 +21,7 @@ from ..modeling.padding import set_padding
 from ..report.tables import finite, write_text
 from .corruption import evaluate
 from .data_check import check_data, check_datasets
-from .setup import check_weights, load_config, trained_model
-from .values import check_values
+from .setup import evaluation_config, trained_model
 
 
 def padding_benchmark(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -68,13 +67,7 @@ def padding_benchmark(args: argparse.Namespace) -> list[dict[str, object]]:
 
 def _prepare(config_file: str, weights: str, args: argparse.Namespace) -> CfgNode:
     """A model's config, whose DATASETS.TEST is what it is evaluated on."""
-    cfg = load_config(config_file, [*args.opts, "MODEL.WEIGHTS", weights])
-    if not cfg.DATASETS.TEST:
-        raise UserError("DATASETS.TEST is empty: name a registered data set to evaluate on")
-    cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
-    check_values(cfg, training=False)
-    check_datasets(cfg, training=False)
-    check_weights("MODEL.WEIGHTS", weights, cfg.OUTPUT_DIR, resume=False)
+    cfg = evaluation_config(config_file, weights, args.opts)
     if args.images is not None:
         cfg.DATASETS.TEST = (register_spread(cfg.DATASETS.TEST[0], args.images),)
         check_datasets(cfg, training=False)

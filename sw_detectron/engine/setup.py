@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from detectron2.config import CfgNode, get_cfg
@@ -114,6 +115,25 @@ def load_model(config_file: str, weights: str, opts: list[str]) -> tuple[CfgNode
     """
     cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
     return cfg, trained_model(cfg)
+
+
+def evaluation_config(config_file: str, weights: str, opts: Sequence[str]) -> CfgNode:
+    """The config of a model that is to be evaluated on the first data set of DATASETS.TEST alone.
+
+    Args:
+        config_file, weights, opts: see `load_model`.
+
+    Raises:
+        UserError: the config asks for something that is not there.
+    """
+    cfg = load_config(config_file, [*opts, "MODEL.WEIGHTS", weights])
+    if not cfg.DATASETS.TEST:
+        raise UserError("DATASETS.TEST is empty: name a registered data set to evaluate on")
+    cfg.DATASETS.TEST = cfg.DATASETS.TEST[:1]
+    check_values(cfg, training=False)
+    check_datasets(cfg, training=False)
+    check_weights("MODEL.WEIGHTS", weights, cfg.OUTPUT_DIR, resume=False)
+    return cfg
 
 
 def trained_model(cfg: CfgNode) -> nn.Module:

@@ -47,7 +47,13 @@ class Extent:
         return self._tensors[device]
 
     def mask(self, height: int, width: int, device: torch.device) -> Tensor:
-        """(N, 1, H, W), True where a pixel belongs to the image."""
+        """(N, 1, H, W), True where a pixel belongs to the image; made once for each device."""
+        key = height, width, device
+        if key not in self._tensors:
+            self._tensors[key] = self._make_mask(*key)
+        return self._tensors[key]
+
+    def _make_mask(self, height: int, width: int, device: torch.device) -> Tensor:
         rows, columns = self.on(device)[..., None].unbind(dim=1)
         inside_rows = torch.arange(height, device=device) < rows
         inside_columns = torch.arange(width, device=device) < columns
@@ -67,7 +73,6 @@ class ImageSizes:
     height: int
     width: int
     _extents: dict = field(default_factory=dict, repr=False, compare=False)
-    _masks: dict = field(default_factory=dict, repr=False, compare=False)
 
     def extent(self, x: Tensor) -> Extent | None:
         """The first ceil(h H / h') rows and ceil(w W / w') columns of each sample of a map.
@@ -99,12 +104,7 @@ class ImageSizes:
     def mask(self, x: Tensor) -> Tensor | None:
         """`Extent.mask` of a map; None if all pixels belong to images."""
         extent = self.extent(x)
-        if extent is None:
-            return None
-        key = (*x.shape[2:], x.device)
-        if key not in self._masks:
-            self._masks[key] = extent.mask(*key)
-        return self._masks[key]
+        return None if extent is None else extent.mask(*x.shape[2:], x.device)
 
 
 class _Thread(threading.local):

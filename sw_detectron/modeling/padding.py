@@ -93,6 +93,9 @@ def set_padding(model: nn.Module, padding: str) -> None:
         raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
     of_rois = set(getattr(model, "roi_heads", nn.Identity()).modules())
     backbone = getattr(model, "backbone", model)
+    # A stem pools by a function, which has no hooks: its convolutions hand on zeros.
+    stems = [module.stem for module in model.modules() if isinstance(module, ResNet)]
+    stem_convs = {m for stem in stems for m in stem.modules() if isinstance(m, nn.Conv2d)}
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()
@@ -101,28 +104,30 @@ def set_padding(model: nn.Module, padding: str) -> None:
             module.padding = "counted" if module in of_rois else padding
         hooks = []
         if module not in of_rois and padding != "counted":
-            hooks = list(_hooks(module, module is backbone, padding == "zeroed"))
+            gives_zeros = module is backbone or module in stem_convs
+            hooks = list(_hooks(module, padding == "zeroed", gives_zeros))
         elif isinstance(module, ROIPooler) and padding == "zeroed":
             hooks = [module.register_forward_pre_hook(_repeat_border)]
         if hooks:
             module.__dict__[_HANDLES] = hooks
             module.__dict__["__prepare_scriptable__"] = functools.partial(_without_hooks, module)
-    if padding == "zeroed":
-        stems = [module.stem for module in model.modules() if isinstance(module, ResNet)]
-        for conv in (m for stem in stems for m in stem.modules() if isinstance(m, nn.Conv2d)):
-            # Its pooling is no module.
-            conv.__dict__[_HANDLES].append(conv.register_forward_hook(_zero_output))
 
 
-def _hooks(module: nn.Module, is_backbone: bool, zeroed: bool) -> Iterator[RemovableHandle]:
-    """Those of one module, registered."""
+def _hooks(module: nn.Module, zeroed: bool, gives_zeros: bool) -> Iterator[RemovableHandle]:
+    """Those of one module, registered.
+
+    Args:
+        gives_zeros: with "zeroed", its output is zero in the padding.
+    """
     if isinstance(module, _CONVOLUTIONS + _POOLINGS):
         sides = module.kernel_size
         if zeroed and (sides if isinstance(sides, int) else max(sides)) > 1:
             yield module.register_forward_pre_hook(_zero_input)
+        if zeroed and gives_zeros:
+            yield module.register_forward_hook(_zero_output)
     elif any(module.children()):
         yield module.register_forward_pre_hook(_enter, with_kwargs=True)
-        if zeroed and is_backbone:
+        if zeroed and gives_zeros:
             yield module.register_forward_hook(_zero_output)
         if zeroed and isinstance(module, (StandardRPNHead, RetinaNetHead)):
             yield module.register_forward_hook(_find_nothing)

@@ -55,7 +55,8 @@ def _batch_moments_kernel(
         )
         sample = first + tl.minimum(part, parts - 1) // chunks
         count = chunk_count(part % chunks, chunk_length, length, extent_ptr, sample, width)
-        counted += tl.where(part < parts, count, 0.0)
+        if extent_ptr is not None:
+            counted += tl.where(part < parts, count, 0.0)
         total += tl.where(inside, count[:, None] * (mean - shift[None, :]), 0.0)
     pixels = (number * 1.0) * length
     if extent_ptr is not None:
