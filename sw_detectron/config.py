@@ -24,7 +24,8 @@ def add_sw_config(cfg: CfgNode) -> None:
     # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the
     # backbone are MODEL.RESNETS.NORM.
     cfg.MODEL.SW.NORM = "SW"
-    # The placed layers by the paper's rules: imagenet, segmentation, cifar, released, all, none.
+    # The placed layers by the paper's rules: imagenet, segmentation, cifar, released, vgg, all,
+    # none.
     cfg.MODEL.SW.PLACEMENT = "imagenet"
     # The placed layers by number; overrides PLACEMENT unless it is empty.
     cfg.MODEL.SW.LAYERS = []
@@ -47,6 +48,12 @@ def add_sw_config(cfg: CfgNode) -> None:
     # The padding of images to a common size: counted as pixels of the image, ignored by SW's
     # statistics, or zeroed too for all convolutions.
     cfg.MODEL.SW.PADDING = "counted"
+    # Of build_sw_vgg_backbone: channels of the five groups, those of fc6 and fc7, and the features
+    # that it gives, out of group1, …, group5, fc7.
+    cfg.MODEL.VGG = CfgNode()
+    cfg.MODEL.VGG.CHANNELS = [64, 128, 256, 512, 512]
+    cfg.MODEL.VGG.FC_CHANNELS = 1024
+    cfg.MODEL.VGG.OUT_FEATURES = ["fc7"]
     # Weight decay of the importance weights. None: WEIGHT_DECAY, as the authors trained.
     cfg.SOLVER.WEIGHT_DECAY_IMPORTANCE = None
     # Multiplies the learning rate of the importance weights.

@@ -19,7 +19,7 @@ from timm.layers import BatchNormAct2d, GroupNormAct
 from torch import nn
 
 from sw_detectron import SwitchWhiten2d, UserError, replace_norms
-from sw_detectron.modeling import find_resnet, numbered_convs
+from sw_detectron.modeling import find_network, numbered_convs
 from sw_detectron.modeling.cifar_resnet import make_cifar_resnet
 from sw_detectron.modeling.summary import sw_layers, sw_table
 
@@ -153,7 +153,7 @@ def test_the_last_stage_of_imagenet_nets_is_left_out_and_that_of_cifar_nets_is_n
 def test_inside_a_detector():
     detection = torchvision.models.detection
     model = on_meta(detection.fasterrcnn_resnet50_fpn, weights=None, weights_backbone=None)
-    assert find_resnet(model)[0] == "backbone.body"
+    assert find_network(model)[0] == "backbone.body"
     assert list(replace_norms(model, "imagenet")) == list(BOTTLENECK_50.values())
     features = timm_net("resnet18", features_only=True)
     assert list(replace_norms(features, "imagenet")) == list(BASIC_18.values())
@@ -161,7 +161,7 @@ def test_inside_a_detector():
     cfg = get_cfg()
     cfg.MODEL.DEVICE = "meta"
     model = on_meta(build_model, cfg)  # a Faster R-CNN whose head holds res5
-    assert find_resnet(model)[0] == "backbone"
+    assert find_network(model)[0] == "backbone"
     assert list(replace_norms(model, "imagenet")) == [
         "stem.conv1",
         "res2.1.conv2",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from ..modeling.observing import in_evaluation, observed
-from ..modeling.placement import find_resnet, norm_of, numbered_convs
+from ..modeling.placement import find_network, norm_of, numbered_convs
 from .drawing import PALETTE, label_layers, layers_width, shorten, style_axes
 from .mmd import RELATIVE_BANDWIDTHS, median_distance, squared_mmd
 
@@ -23,33 +23,34 @@ GRID = 4
 
 @torch.no_grad()
 def layer_features(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The features of images after the norm of every convolution of a model's ResNet.
+    """The features of images after the norm of every convolution of a model's ResNet or VGG, or
+    after the convolution itself where it has no norm.
 
     The network is in evaluation mode while they are taken, and as it was afterwards.
 
     Args:
-        model: a Detectron2 ResNet, or a model that contains one.
+        model: a ResNet or VGG, or a model that contains one.
         batches: (N, 3, H, W) each, normalized.
 
     Returns:
         By the name of the convolution, in forward order: (images, C * GRID²), float32.
 
     Raises:
-        UserError: there is not one ResNet in the model.
+        UserError: there is not one ResNet or VGG in the model.
     """
-    _, resnet = find_resnet(model)
-    convs = numbered_convs(resnet)
+    _, network = find_network(model)
+    convs = numbered_convs(network)
     # The convolution itself, if it has no norm, is what the next layer sees.
-    layers = {conv.name: norm_of(resnet, conv) or conv.module for conv in convs}
+    layers = {conv.name: norm_of(network, conv) or conv.module for conv in convs}
     features: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def keep(name: str, _: Tensor, output: Tensor) -> None:
         features[name].append(adaptive_avg_pool2d(output.float(), GRID).flatten(1).cpu())
 
-    device = next(resnet.parameters()).device
-    with in_evaluation(resnet), observed(layers, keep):
+    device = next(network.parameters()).device
+    with in_evaluation(network), observed(layers, keep):
         for batch in batches:
-            resnet(batch.to(device))
+            network(batch.to(device))
     return {name: torch.cat(collected) for name, collected in features.items() if collected}
 
 

@@ -1,10 +1,13 @@
 """What a conversion is asked for and what it results in."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..layers import SwitchWhiten2d
+from ..modeling.placement import numbered_convs, place
 from .run_record import RunRecord, changed_record
 
 
@@ -74,3 +77,25 @@ class Conversion:
         lines += [f"left out: {name}" for name in self.left_out]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines).rstrip("\n")
+
+
+def placed_layers(
+    network: nn.Module, placement: str | Sequence[int], replaced: Mapping[str, nn.Module | None]
+) -> list[PlacedLayer]:
+    """The layers of a network's placement, with the norms that they had, by convolution, if those
+    were replaced."""
+    rows = []
+    for conv in place(numbered_convs(network), placement):
+        norm = network.get_submodule(conv.norm_name)
+        before = _describe(replaced.get(conv.name, norm))
+        rows.append(PlacedLayer(conv.number, conv.name, before, _describe(norm)))
+    return rows
+
+
+def _describe(norm: nn.Module | None) -> str:
+    if norm is None:
+        return "none"
+    if not isinstance(norm, SwitchWhiten2d):
+        return type(norm).__name__
+    groups = f"{norm.num_features // norm.num_pergroup} x {norm.num_pergroup}"
+    return f"SW {{{', '.join(norm.statistics)}}} {groups}"

@@ -1,4 +1,4 @@
-"""Turns a checkpoint of a BN ResNet, whoever made it, into one with SW on the placed layers."""
+"""Turns a checkpoint of a BN ResNet, or of VGG-16, into one with SW on the placed layers."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,10 @@ from ..modeling import warm_start as warm_starting
 from ..modeling.backbone import sw_norm_from_config
 from ..modeling.calibration import calibrate, unfuse
 from ..modeling.cifar_resnet import make_cifar_resnet
-from ..modeling.placement import numbered_convs, place
+from ..modeling.placement import numbered_convs
 from ..modeling.surgery import replace_norms
-from .conversion import Conversion, Images, PlacedLayer
+from ..modeling.vgg import VGG
+from .conversion import Conversion, Images, placed_layers
 from .facts import FACTS_KEY, facts_in
 from .reading import read_file, weights_in
 from .run_record import RunRecord, run_record_in
@@ -32,9 +33,15 @@ from .sources import Architecture, Backbone, find_backbone, recognize_architectu
 # and initially, such that it is that norm exactly, 1 - ε.
 FOLDED_VARIANCES = (1.0, 1 - 1e-5)
 
+# Where SW goes if nobody says, by the family of the network.
+_PLACEMENTS = {"cifar": "cifar", "vgg": "vgg"}
+
 # Side of the square images that statistics are taken of.
 IMAGE_SIZE, CIFAR_IMAGE_SIZE = 224, 32
 IMAGES_PER_BATCH = 32
+
+
+Network = ResNet | VGG
 
 
 class _Source(NamedTuple):
@@ -60,17 +67,18 @@ def convert_checkpoint(
     warm_start: bool = False,
     keep_classifier: bool = False,
 ) -> Conversion:
-    """Convert the checkpoint of a ResNet, alone or in a detector.
+    """Convert the checkpoint of a ResNet or VGG, alone or in a detector.
 
     γ, β and running statistics of the placed layers carry over (see `replace_norms`), and all
-    other tensors are those of the source, to the bit if it is in float32. A source that has SW
-    layers keeps them, with every value.
+    other tensors are those of the source, to the bit if it is in float32, but for the fully
+    connected layers of torchvision's VGG (see `vgg`). A source that has SW layers keeps them, with
+    every value.
 
     Args:
         path: see `read_checkpoint`.
         source: one of `sources.SOURCES`; None to recognize it from the tensors' names.
-        placement: a name or the layers' numbers; None for "cifar" on CIFAR networks, the source's
-            own SW layers if it has any, and else "imagenet".
+        placement: a name or the layers' numbers; None for the source's own SW layers if it has
+            any, "cifar" on CIFAR networks, "vgg" on VGG, and else "imagenet".
         norm: of the placed layers; None for "SW".
         statistics: the set; empty for what `norm` says, or the source's number of importance
             weights.
@@ -95,28 +103,31 @@ def convert_checkpoint(
     heads = _kept_heads(found, keep_classifier, notes)
     cfg = _make_cfg(config, found.architecture)
     with _naming(path):
-        resnet = _build(cfg, found.architecture)
+        network = _build(cfg, found.architecture)
         if own_layers:
-            placement = _place_own(resnet, own_layers, cfg)
-        _load(resnet, found.weights)
-    placement = placement or ("cifar" if found.architecture.cifar else "imagenet")
+            placement = _place_own(network, own_layers, cfg)
+        _load(network, found.weights)
+    placement = placement or _PLACEMENTS.get(found.architecture.family, "imagenet")
     if found.folded and images:
-        norms = {n: (m, 1) for n, m in resnet.named_modules() if isinstance(m, nn.BatchNorm2d)}
-        unfuse(resnet, norms, _batches(images, cfg, found.architecture), images.number)
-    replaced = {} if own_layers else _replace(resnet, placement, cfg)
+        norms = {n: (m, 1) for n, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)}
+        unfuse(network, norms, _batches(images, cfg, found.architecture), images.number)
+    replaced = {} if own_layers else _replace(network, placement, cfg)
+    is_vgg = found.architecture.family == "vgg"
+    if warm_start and is_vgg:
+        raise UserError("--warm-start: a VGG has no norms that SW layers could start as")
     if warm_start:
-        _warm_start(resnet, notes)
+        _warm_start(network, notes)
     if images:
-        calibrate(resnet, _batches(images, cfg, found.architecture), images.number)
-    elif any(layer.uses_batch for layer in _sw_layers(resnet)) and not own_layers:
-        notes.append(_missing_statistics(found.folded))
+        calibrate(network, _batches(images, cfg, found.architecture), images.number)
+    elif any(layer.uses_batch for layer in _sw_layers(network)) and not own_layers:
+        notes.append(_NEW_NORMS if is_vgg else _missing_statistics(found.folded))
     prefix = found.backbone.prefix
     return Conversion(
-        model={prefix + k: v for k, v in _state(resnet).items()} | heads,
+        model={prefix + k: v for k, v in _state(network).items()} | heads,
         is_detector=bool(prefix),
         source=found.backbone.source,
-        config=config | placement_config(resnet, placement),
-        placed=_placed_layers(resnet, placement, replaced),
+        config=config | placement_config(network, placement),
+        placed=placed_layers(network, placement, replaced),
         unused=found.backbone.unused,
         left_out=found.left_out,
         notes=notes,
@@ -141,7 +152,8 @@ def _read(path: str | os.PathLike, source: str | None) -> _Source:
         architecture = recognize_architecture(backbone)
         weights = _checked(backbone)
         facts = facts_in(contents)
-        folded = _fold_running_values(backbone.source, weights, facts)
+        is_vgg = architecture.family == "vgg"
+        folded = not is_vgg and _fold_running_values(backbone.source, weights, facts)
     left_out = [name for name in left_out if name != FACTS_KEY]
     run = run_record_in(contents)
     return _Source(backbone, architecture, weights, folded, facts, left_out, run)
@@ -197,7 +209,7 @@ def _fold_running_values(
 def _kept_heads(found: _Source, keep_classifier: bool, notes: list[str]) -> dict[str, Tensor]:
     """What the converted checkpoint has beside the backbone."""
     backbone = found.backbone
-    keep_classifier |= found.architecture.cifar or backbone.source == "released"
+    keep_classifier |= found.architecture.family == "cifar" or backbone.source == "released"
     if backbone.prefix or keep_classifier:
         return backbone.heads
     if backbone.heads:
@@ -216,10 +228,12 @@ def _make_cfg(config: dict[str, object], architecture: Architecture) -> CfgNode:
     return cfg
 
 
-def _build(cfg: CfgNode, architecture: Architecture) -> ResNet:
-    """The BN network, on the meta device: nothing is allocated until names and shapes fit."""
+def _build(cfg: CfgNode, architecture: Architecture) -> Network:
+    """The source's network, on the meta device: nothing is allocated until names and shapes fit."""
     with torch.device("meta"):
-        if architecture.cifar:
+        if architecture.family == "vgg":
+            return VGG(3, cfg.MODEL.VGG.CHANNELS, cfg.MODEL.VGG.FC_CHANNELS)
+        if architecture.family == "cifar":
             return make_cifar_resnet(architecture.depth)
         try:
             return build_resnet_backbone(cfg, ShapeSpec(channels=3))
@@ -228,32 +242,34 @@ def _build(cfg: CfgNode, architecture: Architecture) -> ResNet:
             raise UserError(f"its shapes make no ResNet of Detectron2: {reason}") from None
 
 
-def _place_own(resnet: ResNet, names: list[str], cfg: CfgNode) -> list[int]:
+def _place_own(network: Network, names: list[str], cfg: CfgNode) -> list[int]:
     """Put SW where the source has it, in a network on the meta device; the layers' numbers."""
-    numbers = {conv.name: conv.number for conv in numbered_convs(resnet)}
+    numbers = {conv.name: conv.number for conv in numbered_convs(network)}
     placement = [numbers[name] for name in names if name in numbers]
     with torch.device("meta"):
-        _replace(resnet, placement, cfg)
+        _replace(network, placement, cfg)
     return placement
 
 
-def _replace(resnet: ResNet, placement: str | Sequence[int], cfg: CfgNode) -> dict[str, nn.Module]:
+def _replace(
+    network: Network, placement: str | Sequence[int], cfg: CfgNode
+) -> dict[str, nn.Module]:
     try:
-        return replace_norms(resnet, placement, sw_norm_from_config(cfg))
+        return replace_norms(network, placement, sw_norm_from_config(cfg))
     except UserError:
         raise
     except (ValueError, KeyError) as error:
         raise UserError(f"the norm does not fit: {error.args[0]}") from None
 
 
-def _load(resnet: ResNet, weights: dict[str, Tensor]) -> None:
+def _load(network: Network, weights: dict[str, Tensor]) -> None:
     """Give a network on the meta device its tensors, which have to fit exactly."""
-    expected = {name: tensor.shape for name, tensor in _state(resnet).items()}
+    expected = {name: tensor.shape for name, tensor in _state(network).items()}
     unknown = [name for name in weights if name not in expected]
     if unknown:
         raise UserError(
-            f"it is no plain ResNet, for it has {_some(unknown)}; only one without additions "
-            "computes the same in Detectron2"
+            f"it is no plain ResNet or VGG, for it has {_some(unknown)}; only one without "
+            "additions computes the same in Detectron2"
         )
     missing = [name for name in expected if name not in weights]
     if missing:
@@ -266,18 +282,18 @@ def _load(resnet: ResNet, weights: dict[str, Tensor]) -> None:
                 f"{name} has the shape {tuple(weights[name].shape)} where the network has "
                 f"{tuple(shape)}; the checkpoint is damaged or no ResNet of Detectron2"
             )
-    resnet.load_state_dict(weights, assign=True)
+    network.load_state_dict(weights, assign=True)
 
 
-def _state(resnet: ResNet) -> dict[str, Tensor]:
-    return {k: v for k, v in resnet.state_dict().items() if not k.endswith(".num_batches_tracked")}
+def _state(network: Network) -> dict[str, Tensor]:
+    return {k: v for k, v in network.state_dict().items() if not k.endswith(".num_batches_tracked")}
 
 
 def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterator[Tensor]:
     return image_batches(
         images.directory,
         images.number,
-        CIFAR_IMAGE_SIZE if architecture.cifar else IMAGE_SIZE,
+        CIFAR_IMAGE_SIZE if architecture.family == "cifar" else IMAGE_SIZE,
         IMAGES_PER_BATCH,
         cfg.MODEL.PIXEL_MEAN,
         cfg.MODEL.PIXEL_STD,
@@ -285,15 +301,21 @@ def _batches(images: Images, cfg: CfgNode, architecture: Architecture) -> Iterat
     )
 
 
-def _warm_start(resnet: ResNet, notes: list[str]) -> None:
-    worst = max(warm_starting.warm_start(resnet), key=lambda start: start.error)
+def _warm_start(network: Network, notes: list[str]) -> None:
+    worst = max(warm_starting.warm_start(network), key=lambda start: start.error)
     notes.append(
         f"the SW layers start as BN; the scale of {worst.name} is off by {worst.error:.1e}"
     )
 
 
-def _sw_layers(resnet: ResNet) -> list[SwitchWhiten2d]:
-    return [module for module in resnet.modules() if isinstance(module, SwitchWhiten2d)]
+def _sw_layers(network: Network) -> list[SwitchWhiten2d]:
+    return [module for module in network.modules() if isinstance(module, SwitchWhiten2d)]
+
+
+_NEW_NORMS = (
+    "the source has no norms: those of the placed layers are new, and change what the network "
+    "computes until it is trained"
+)
 
 
 def _missing_statistics(folded: bool) -> str:
@@ -306,24 +328,6 @@ def _missing_statistics(folded: bool) -> str:
         "the running covariances are diagonal, for BN knows no others; --calibrate finds them, and "
         "so does training"
     )
-
-
-def _placed_layers(
-    resnet: ResNet, placement: str | Sequence[int], replaced: dict[str, nn.Module]
-) -> list[PlacedLayer]:
-    rows = []
-    for conv in place(numbered_convs(resnet), placement):
-        norm = resnet.get_submodule(conv.norm_name)
-        before = _describe(replaced.get(conv.name, norm))
-        rows.append(PlacedLayer(conv.number, conv.name, before, _describe(norm)))
-    return rows
-
-
-def _describe(norm: nn.Module) -> str:
-    if not isinstance(norm, SwitchWhiten2d):
-        return type(norm).__name__
-    groups = f"{norm.num_features // norm.num_pergroup} x {norm.num_pergroup}"
-    return f"SW {{{', '.join(norm.statistics)}}} {groups}"
 
 
 def _some(names: list[str]) -> str:

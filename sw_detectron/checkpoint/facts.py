@@ -34,6 +34,8 @@ NETWORK_KEYS = {
     "MODEL.RESNETS.STEM_OUT_CHANNELS": int,
     "MODEL.RESNETS.RES2_OUT_CHANNELS": int,
     "MODEL.RESNETS.STRIDE_IN_1X1": bool,
+    "MODEL.VGG.CHANNELS": list[int],
+    "MODEL.VGG.FC_CHANNELS": int,
     "MODEL.SW.PADDING": str,
 }
 LAYER_KEYS = {
@@ -73,7 +75,8 @@ def facts_of_source(tensors: dict[str, Tensor]) -> dict[str, object]:
 def facts_of(cfg: CfgNode) -> dict[str, object]:
     """What the weights of a model that was trained with `cfg` need."""
     keys = KEYS if _has_sw_keys(cfg) else NETWORK_KEYS
-    return {key: KEYS[key](_value(cfg, key)) for key in keys}
+    others = "MODEL.RESNETS." if "vgg" in cfg.MODEL.BACKBONE.NAME else "MODEL.VGG."
+    return {key: KEYS[key](_value(cfg, key)) for key in keys if not key.startswith(others)}
 
 
 def contradictions(facts: Mapping[str, object], used: Mapping[str, object]) -> list[str]:

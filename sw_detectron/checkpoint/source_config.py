@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from detectron2.modeling import ResNet
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layers.mixing import STATISTICS
@@ -39,15 +38,18 @@ def network_config(
     Raises:
         UserError: the checkpoint's pixel_mean or pixel_std has not three values.
     """
-    if architecture.cifar:
+    if architecture.family == "vgg":
+        config = {"MODEL.BACKBONE.NAME": "build_sw_vgg_backbone"} | architecture.config
+        return config | IMAGENET_RGB | _known(facts), []
+    if architecture.family == "cifar":
         config = {
             "MODEL.BACKBONE.NAME": "build_cifar_resnet_backbone",
             "MODEL.RESNETS.DEPTH": architecture.depth,
         }
         return config | IMAGENET_RGB, []
     is_caffe2 = backbone.source == "caffe2" or folded
-    is_resnext = architecture.config["NUM_GROUPS"] > 1
-    config = {f"MODEL.RESNETS.{key}": value for key, value in architecture.config.items()}
+    is_resnext = architecture.config["MODEL.RESNETS.NUM_GROUPS"] > 1
+    config = dict(architecture.config)
     config["MODEL.RESNETS.STRIDE_IN_1X1"] = is_caffe2 and not is_resnext
     if not is_caffe2:
         config |= IMAGENET_RGB
@@ -61,7 +63,7 @@ def network_config(
             config[f"MODEL.{key.upper()}"] = values
     mean = config["MODEL.PIXEL_MEAN"]
     config["INPUT.FORMAT"] = "BGR" if mean[0] < mean[-1] else "RGB"
-    known = {key: facts[key] for key in facts.keys() & config.keys() if key in NOT_IN_TENSORS}
+    known = {key: value for key, value in _known(facts).items() if key in config}
     if backbone.source == "detectron2" and not known:
         kind = "Caffe2" if is_caffe2 else "torchvision"
         return config, [
@@ -69,6 +71,10 @@ def network_config(
             "those of the source's own config where they differ"
         ]
     return config | known, []
+
+
+def _known(facts: Mapping[str, object]) -> dict[str, object]:
+    return {key: facts[key] for key in NOT_IN_TENSORS if key in facts}
 
 
 def own_sw_layers(weights: dict[str, Tensor]) -> list[str]:
@@ -122,11 +128,11 @@ def sw_config(
     return chosen | {"MODEL.SW.NUM_PERGROUP": own_num_pergroup}
 
 
-def placement_config(resnet: ResNet, placement: str | Sequence[int]) -> dict[str, object]:
+def placement_config(network: nn.Module, placement: str | Sequence[int]) -> dict[str, object]:
     """The placement by its name, also where its layers were given by number."""
     if isinstance(placement, str):
         return {"MODEL.SW.PLACEMENT": placement}
-    convs = numbered_convs(resnet)
+    convs = numbered_convs(network)
     numbers = sorted(set(placement))
     for name in PLACEMENTS:
         try:

@@ -1,16 +1,19 @@
-"""Whose checkpoint it is, and the names that Detectron2's ResNet has for its tensors."""
+"""Whose checkpoint it is, and the names of its tensors in Detectron2's ResNet, or in our VGG."""
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from detectron2.checkpoint.c2_model_loading import convert_basic_c2_names
 from torch import Tensor
 
 from ..errors import UserError
+from . import vgg
 
 STEM = "stem.conv1.weight"
+# What a backbone's names begin with, by the first convolution that gives it away.
+_INSIDE = {STEM: r"(?:stem|res\d+)\.", vgg.STEM: r"(?:group\d+|fc[67])\."}
 
 # Number of blocks in res2 … res5 (or fewer stages) and bottleneck blocks or not: the depth.
 DEPTHS = {
@@ -29,7 +32,8 @@ class Backbone(NamedTuple):
         source: one of `SOURCES`.
         prefix: of the backbone's names in a detector, such as "backbone.bottom_up."; "" for a
             backbone alone.
-        weights: the tensors of stem and stages, by their name inside the ResNet.
+        weights: the tensors of stem and stages, or of groups, fc6 and fc7, by their name inside the
+            network.
         heads: all other tensors that are kept, by their full name.
         unused: names in the source that are not kept.
     """
@@ -42,19 +46,19 @@ class Backbone(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Which ResNet a backbone's tensors make.
+    """Which network a backbone's tensors make.
 
     Attributes:
-        depth: 18, 34, 50, 101 or 152, or 6n + 2 of one for CIFAR.
-        cifar: it has a 3x3 stem and three stages.
-        last_stage: "res5", or "res4" where a detector has the rest in its heads.
-        config: the keys of MODEL.RESNETS that describe it, where a CIFAR net has no others.
+        family: "resnet", "cifar" (a ResNet with a 3x3 stem and three stages) or "vgg".
+        depth: 18, 34, 50, 101 or 152, or 6n + 2 of one for CIFAR, or 16.
+        last_stage: "res5", or "res4" where a detector has the rest in its heads; "fc7" of a VGG.
+        config: the config keys that describe it, beside that of a CIFAR net's depth.
     """
 
+    family: str
     depth: int
-    cifar: bool
     last_stage: str
-    config: dict[str, int]
+    config: dict[str, int | list[int]]
 
 
 def _torchvision_name(name: str) -> str:
@@ -81,6 +85,7 @@ SOURCES: dict[str, Callable[[str], str]] = {
     "caffe2": _caffe2_name,
     "cifar": _torchvision_name,
     "released": _torchvision_name,
+    "vgg": vgg.vgg_name,
 }
 
 
@@ -88,10 +93,12 @@ def recognize_source(names: list[str]) -> str:
     """One of `SOURCES`, from the names of the tensors.
 
     Raises:
-        UserError: they are not those of a ResNet.
+        UserError: they are not those of a ResNet or VGG.
     """
-    if any(name == STEM or name.endswith(f".{STEM}") for name in names):
+    if _stems(names):
         return "detectron2"
+    if vgg.is_vgg(names):
+        return "vgg"
     if "conv1_w" in names or "res2_0_branch2a_w" in names:
         return "caffe2"
     if "conv1.0.weight" in names:
@@ -105,8 +112,19 @@ def recognize_source(names: list[str]) -> str:
         return "torchvision" if any(name.startswith("layer4.") for name in names) else "cifar"
     raise UserError(
         f"this is no checkpoint of a ResNet (its first tensor is {names[0]}); a ResNet of "
-        "torchvision, timm, Detectron2, Caffe2 or the paper's authors is needed"
+        "torchvision, timm, Detectron2, Caffe2 or the paper's authors is needed, or torchvision's "
+        "vgg16"
     )
+
+
+def _stems(names: Iterable[str]) -> list[tuple[str, str]]:
+    """The prefix of each backbone, and its first convolution."""
+    return [
+        (name.removesuffix(stem), stem)
+        for name in names
+        for stem in _INSIDE
+        if name == stem or name.endswith(f".{stem}")
+    ]
 
 
 def without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +158,7 @@ def find_backbone(tensors: dict[str, Tensor], source: str | None = None) -> Back
         source: one of `SOURCES`; None to recognize it.
 
     Raises:
-        UserError: there is no ResNet in it, or not exactly one.
+        UserError: there is no ResNet or VGG in it, or not exactly one.
     """
     tensors = without_wrappers(tensors)
     source = source or recognize_source(list(tensors))
@@ -156,14 +174,15 @@ def find_backbone(tensors: dict[str, Tensor], source: str | None = None) -> Back
     twice = [name for name, count in Counter(renamed.values()).items() if count > 1]
     if twice:
         raise UserError(f"two tensors of the checkpoint would become {twice[0]}")
-    stems = [name for name in renamed.values() if name == STEM or name.endswith(f".{STEM}")]
+    stems = _stems(renamed.values())
     if len(stems) != 1:
-        found = f"{len(stems)} ResNets ({', '.join(stems)})" if stems else "no ResNet"
+        names = ", ".join(prefix + stem for prefix, stem in stems)
+        found = f"{len(stems)} ResNets ({names})" if stems else "no ResNet"
         raise UserError(
             f"the checkpoint has {found} by the names of source {source!r}, where one is needed"
         )
-    prefix = stems[0].removesuffix(STEM)
-    inside = re.compile(re.escape(prefix) + r"((?:stem|res\d+)\..+)")
+    ((prefix, stem),) = stems
+    inside = re.compile(f"{re.escape(prefix)}({_INSIDE[stem]}.+)")
     weights, others = {}, {}
     for name, new_name in renamed.items():
         match = inside.fullmatch(new_name)
@@ -185,6 +204,9 @@ def find_backbone(tensors: dict[str, Tensor], source: str | None = None) -> Back
         heads |= {name: tensors[name] for name in names if not inside.fullmatch(name)}
     if source == "caffe2" and weights.pop("stem.conv1.bias", None) is not None:
         unused.append("conv1_b")  # Detectron2 does not read it either: BN follows
+    if source == "vgg":
+        vgg.check_depth(tensors)
+        weights = vgg.as_convolutions(weights)
     return Backbone(source, prefix if is_detector else "", weights, heads, unused)
 
 
@@ -193,12 +215,18 @@ def _is_classifier(name: str) -> bool:
 
 
 def recognize_architecture(backbone: Backbone) -> Architecture:
-    """Depth, block type, groups and widths, from names and shapes.
+    """Family, depth, block type, groups and widths, from names and shapes.
 
     Raises:
         UserError: Detectron2 has no such ResNet.
     """
     weights = backbone.weights
+    if vgg.STEM in weights:
+        groups = range(1, 1 + len(vgg.NUM_CONVS))
+        channels = [_shape(weights, f"group{group}.conv1.weight", 4)[0] for group in groups]
+        fc_channels = _shape(weights, "fc6.weight", 4)[0]
+        config = {"MODEL.VGG.CHANNELS": channels, "MODEL.VGG.FC_CHANNELS": fc_channels}
+        return Architecture("vgg", 16, "fc7", config)
     found = {
         (int(match[1]), int(match[2]))
         for match in (re.match(r"res([2-9])\.(\d{1,4})\.", name) for name in weights)
@@ -215,7 +243,7 @@ def recognize_architecture(backbone: Backbone) -> Architecture:
                 f"this is no ResNet for CIFAR: its stages have {counts} blocks, where three of "
                 "equal length are needed"
             )
-        return Architecture(6 * counts[0] + 2, True, "res4", {})
+        return Architecture("cifar", 6 * counts[0] + 2, "res4", {})
     if stem[1:] != (3, 7, 7):
         raise UserError(
             f"its stem has a convolution of {stem[2]}x{stem[3]} on {stem[1]} channels; "
@@ -247,7 +275,8 @@ def recognize_architecture(backbone: Backbone) -> Architecture:
         config["STEM_OUT_CHANNELS"] = stem[0]
     if out_channels != 256:
         config["RES2_OUT_CHANNELS"] = out_channels
-    return Architecture(depth, False, f"res{stages[-1]}", config)
+    config = {f"MODEL.RESNETS.{key}": value for key, value in config.items()}
+    return Architecture("resnet", depth, f"res{stages[-1]}", config)
 
 
 def _shape(weights: dict[str, Tensor], name: str, dim: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from .backbone import with_norms  # importing it registers the backbones
 from .calibration import calibrate, input_moments, unfuse
 from .norms import SW_NORMS, NormFactory, register_norm
-from .placement import PLACEMENTS, NumberedConv, find_resnet, numbered_convs, place
+from .placement import PLACEMENTS, NumberedConv, find_network, numbered_convs, place
 from .surgery import replace_norms
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "NormFactory",
     "NumberedConv",
     "calibrate",
-    "find_resnet",
+    "find_network",
     "input_moments",
     "numbered_convs",
     "place",

@@ -1,8 +1,8 @@
-"""ResNet backbones with SW on the placed layers, registered with Detectron2."""
+"""Backbones with SW on the placed layers, registered with Detectron2."""
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -15,6 +15,7 @@ from .cifar_resnet import make_cifar_resnet
 from .norms import SW_NORMS, NormFactory
 from .padding import set_padding
 from .surgery import replace_norms
+from .vgg import VGG
 
 
 def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
@@ -50,16 +51,19 @@ def sw_norm_from_config(cfg: CfgNode) -> str | NormFactory:
     )
 
 
+Network = TypeVar("Network", bound=nn.Module)
+
+
 def with_norms(
-    resnet: ResNet,
+    network: Network,
     placement: str | Sequence[int],
     norm: str | NormFactory = "SW",
     **options: Any,
-) -> ResNet:
-    """A ResNet with `norm` on the placed layers, for building models by nested calls.
+) -> Network:
+    """A ResNet or VGG with `norm` on the placed layers, for building models by nested calls.
 
     Args:
-        resnet: it is changed in place.
+        network: it is changed in place.
         placement, norm: see `replace_norms`.
         options: arguments of `SwitchWhiten2d`, such as num_pergroup, where `norm` is one of
             SW_NORMS.
@@ -73,9 +77,9 @@ def with_norms(
             f"use one of {', '.join(SW_NORMS)}"
         )
     replace_norms(
-        resnet, placement, functools.partial(SW_NORMS[norm], **options) if options else norm
+        network, placement, functools.partial(SW_NORMS[norm], **options) if options else norm
     )
-    return resnet
+    return network
 
 
 @BACKBONE_REGISTRY.register()
@@ -99,11 +103,19 @@ def build_cifar_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     return _with_sw(cfg, resnet.freeze(cfg.MODEL.BACKBONE.FREEZE_AT))
 
 
-def _with_sw(cfg: CfgNode, resnet: ResNet) -> ResNet:
+@BACKBONE_REGISTRY.register()
+def build_sw_vgg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> VGG:
+    """DeepLab's VGG-16, as MODEL.VGG says, without norms but on the layers of MODEL.SW."""
+    keys = cfg.MODEL.VGG
+    vgg = VGG(input_shape.channels, keys.CHANNELS, keys.FC_CHANNELS, keys.OUT_FEATURES)
+    return _with_sw(cfg, vgg.freeze(cfg.MODEL.BACKBONE.FREEZE_AT))
+
+
+def _with_sw(cfg: CfgNode, network: Network) -> Network:
     placement = list(cfg.MODEL.SW.LAYERS) or cfg.MODEL.SW.PLACEMENT
-    with_norms(resnet, placement, sw_norm_from_config(cfg))
-    set_padding(resnet, cfg.MODEL.SW.PADDING)
-    return resnet
+    with_norms(network, placement, sw_norm_from_config(cfg))
+    set_padding(network, cfg.MODEL.SW.PADDING)
+    return network
 
 
 def _build_fpn(cfg: CfgNode, bottom_up: ResNet, top_block: nn.Module) -> FPN:

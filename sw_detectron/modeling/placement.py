@@ -1,11 +1,12 @@
-"""Which norm of a ResNet is layer number k, and which numbers the paper's placements take.
+"""Which norm of a network is layer number k, and which numbers the paper's placements take.
 
 The convolutions of a ResNet are numbered in forward order; the stem's first is 1, and the shortcut
-(projection) convolutions are not counted. A norm has its convolution's number.
+(projection) convolutions are not counted. So are the thirteen of the groups of a VGG-16. A norm has
+its convolution's number.
 
 ResNets are known by their structure. Detectron2's have a stem and stages, and each convolution
 holds its norm; those of torchvision and timm, and He-style ones for CIFAR, have conv1, bn1 and
-layer1, layer2, …, whose blocks have conv1, bn1, conv2, bn2, ….
+layer1, layer2, …, whose blocks have conv1, bn1, conv2, bn2, …. The VGG is this package's.
 """
 
 import re
@@ -16,8 +17,9 @@ from detectron2.modeling import ResNet
 from torch import nn
 
 from ..errors import UserError
+from .vgg import VGG
 
-PLACEMENTS = ("imagenet", "segmentation", "cifar", "released", "all", "none")
+PLACEMENTS = ("imagenet", "segmentation", "cifar", "released", "vgg", "all", "none")
 
 # The stage of 2048 channels in ResNet-50: whitening it costs most and, says the paper's appendix,
 # instance statistics do not belong in deep layers. Networks for CIFAR have no such stage.
@@ -26,16 +28,18 @@ EXCLUDED_STAGE = "res5"
 
 @dataclass(frozen=True)
 class NumberedConv:
-    """A convolution and its place in a ResNet.
+    """A convolution and its place in a ResNet or VGG.
 
     Attributes:
         number: counted from 1 in forward order.
-        name: the module's name inside the ResNet: "res2.1.conv2", or "layer1.1.conv2".
-        stage: "stem", "res2", … whatever the network's own name for it ("res2" is layer1).
-        block: index in the stage; 0 for the stem.
-        index: which convolution of its block it is, counted from 1.
+        name: the module's name inside the network: "res2.1.conv2", "layer1.1.conv2", or
+            "group1.conv2".
+        stage: "stem", "res2", … whatever the network's own name for it ("res2" is layer1); or
+            "group1", ….
+        block: index in the stage; 0 for the stem, and for a group.
+        index: which convolution of its block or group it is, counted from 1.
         module: the convolution.
-        norm_name: the name of its norm inside the ResNet: "res2.1.conv2.norm", "layer1.1.bn2".
+        norm_name: the name of its norm inside the network: "res2.1.conv2.norm", "layer1.1.bn2".
     """
 
     number: int
@@ -51,49 +55,57 @@ class NumberedConv:
         return self.module.out_channels
 
 
-def find_resnet(model: nn.Module) -> tuple[str, nn.Module]:
-    """The ResNet inside a model, which may be the model itself, and its name there.
+def find_network(model: nn.Module) -> tuple[str, nn.Module]:
+    """The ResNet or VGG inside a model, which may be the model itself, and its name there.
 
     Raises:
         UserError: there is none, or more than one.
     """
-    found = [(name, module) for name, module in model.named_modules() if _is_resnet(module)]
+    found = [(name, module) for name, module in model.named_modules() if _has_numbers(module)]
     if not found:
         raise UserError(
             f"found no ResNet in {type(model).__name__}: neither Detectron2's, nor a module with "
-            "conv1, bn1 and layer1, as those of torchvision and timm have them"
+            "conv1, bn1 and layer1, as those of torchvision and timm have them, nor a VGG of "
+            "build_sw_vgg_backbone"
         )
     if len(found) > 1:
         names = ", ".join(name or "the model itself" for name, _ in found)
         raise UserError(
-            f"expected one ResNet in {type(model).__name__}, found {len(found)} ({names}); "
+            f"expected one ResNet or VGG in {type(model).__name__}, found {len(found)} ({names}); "
             "pass the one that is meant"
         )
     return found[0]
 
 
-def _is_resnet(module: nn.Module) -> bool:
+def _has_numbers(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    return isinstance(module, ResNet) or {"conv1", "bn1", "layer1"} <= children.keys()
+    return is_of_detectron2(module) or {"conv1", "bn1", "layer1"} <= children.keys()
 
 
-def numbered_convs(resnet: nn.Module) -> list[NumberedConv]:
-    """The convolutions of a ResNet in forward order, shortcuts and attention left out.
+def is_of_detectron2(network: nn.Module) -> bool:
+    """A network is built of Detectron2's parts: its convolutions hold and run their norms."""
+    return isinstance(network, (ResNet, VGG))
+
+
+def numbered_convs(network: nn.Module) -> list[NumberedConv]:
+    """The convolutions of a ResNet or VGG in forward order, shortcuts and attention left out.
 
     Raises:
         UserError: a block is not built as this module's docstring says, or a norm and its
             convolution have different channels.
     """
     convs = []
-    for prefix, stage, block in _blocks(resnet):
-        for index, (name, norm_name) in enumerate(_convs_and_norms(resnet, prefix, stage), start=1):
-            module = resnet.get_submodule(name)
+    for prefix, stage, block in _blocks(network):
+        for index, (name, norm_name) in enumerate(
+            _convs_and_norms(network, prefix, stage), start=1
+        ):
+            module = network.get_submodule(name)
             number = len(convs) + 1
             conv = NumberedConv(number, name, stage, block, index, module, norm_name)
-            channels = channels_of(norm_of(resnet, conv))
+            channels = channels_of(norm_of(network, conv))
             if channels not in (None, conv.channels):
                 raise UserError(
-                    f"the structure of this {type(resnet).__name__} is not understood: "
+                    f"the structure of this {type(network).__name__} is not understood: "
                     f"{norm_name} has {channels} channels, and {name} gives {conv.channels}"
                 )
             convs.append(conv)
@@ -105,34 +117,37 @@ def channels_of(norm: nn.Module | None) -> int | None:
     return getattr(norm, "num_features", getattr(norm, "num_channels", None))
 
 
-def norm_of(resnet: nn.Module, conv: NumberedConv) -> nn.Module | None:
-    """The norm after a convolution of `numbered_convs(resnet)`; None if it has none."""
+def norm_of(network: nn.Module, conv: NumberedConv) -> nn.Module | None:
+    """The norm after a convolution of `numbered_convs(network)`; None if it has none."""
     owner, _, attribute = conv.norm_name.rpartition(".")
-    return getattr(resnet.get_submodule(owner), attribute)
+    return getattr(network.get_submodule(owner), attribute)
 
 
-def _blocks(resnet: nn.Module) -> Iterator[tuple[str, str, int]]:
+def _blocks(network: nn.Module) -> Iterator[tuple[str, str, int]]:
     """Of each block the prefix of its names, its stage and its index there; the stem is first."""
-    if isinstance(resnet, ResNet):
+    if isinstance(network, VGG):
+        yield from ((f"{name}.", name, 0) for name in network.group_names)
+        return
+    if isinstance(network, ResNet):
         yield "stem.", "stem", 0
-        stages = {name: name for name in resnet.stage_names}
+        stages = {name: name for name in network.stage_names}
     else:
         yield "", "stem", 0
-        stages = {f"layer{k}": f"res{k + 1}" for k in _numbers(resnet, "layer")}
+        stages = {f"layer{k}": f"res{k + 1}" for k in _numbers(network, "layer")}
     for name, stage in stages.items():
-        for index, (child, _) in enumerate(getattr(resnet, name).named_children()):
+        for index, (child, _) in enumerate(getattr(network, name).named_children()):
             yield f"{name}.{child}.", stage, index
 
 
-def _convs_and_norms(resnet: nn.Module, prefix: str, stage: str) -> list[tuple[str, str]]:
+def _convs_and_norms(network: nn.Module, prefix: str, stage: str) -> list[tuple[str, str]]:
     """The names of a block's convolutions and of their norms, in forward order.
 
     Raises:
         UserError: they are not conv1 and its norm, conv2 and its norm, ….
     """
-    block = resnet.get_submodule(prefix.removesuffix("."))
+    block = network.get_submodule(prefix.removesuffix("."))
     numbers = _numbers(block, "conv")
-    if isinstance(resnet, ResNet):
+    if is_of_detectron2(network):
         # The convolution holds its norm, which can be None.
         held = [k for k in numbers if hasattr(getattr(block, f"conv{k}"), "norm")]
         pairs = [(f"conv{k}", f"conv{k}.norm") for k in held]
@@ -146,7 +161,7 @@ def _convs_and_norms(resnet: nn.Module, prefix: str, stage: str) -> list[tuple[s
             pairs = []
     if numbers != list(range(1, len(numbers) + 1)) or not 0 < len(numbers) <= len(pairs):
         raise UserError(
-            f"the structure of this {type(resnet).__name__} is not understood: "
+            f"the structure of this {type(network).__name__} is not understood: "
             f"{prefix.removesuffix('.') or 'its stem'} should have the convolutions conv1, "
             "conv2, …, each with its norm, but consists of "
             + ", ".join(name for name, _ in block.named_children())
@@ -199,6 +214,7 @@ def place(convs: list[NumberedConv], placement: str | Sequence[int]) -> list[Num
         "segmentation": lambda c: c.number == 1 or c.number % 3 == 0,
         "cifar": lambda c: c.number == 1 or c.number % 4 == 0,
         "released": lambda c: c.number == 1 or (c.index == 2 and c.block % 2 == 1),
+        "vgg": lambda c: c.stage.startswith("group") and c.index == 1,
         "all": lambda c: True,
         "none": lambda c: False,
     }

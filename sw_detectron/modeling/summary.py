@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from .observing import observed
-from .placement import find_resnet, norm_of, numbered_convs
+from .placement import find_network, norm_of, numbered_convs
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ class SWLayer(NamedTuple):
 def sw_layers(model: nn.Module) -> list[SWLayer]:
     """All SW layers of a model, the backbone's numbered ones first, in forward order."""
     try:
-        _, resnet = find_resnet(model)
-        norms = [(conv, norm_of(resnet, conv)) for conv in numbered_convs(resnet)]
-    except UserError:  # not one ResNet, or another kind of it: nothing has a number
+        _, network = find_network(model)
+        norms = [(conv, norm_of(network, conv)) for conv in numbered_convs(network)]
+    except UserError:  # not one network, or another kind of it: nothing has a number
         norms = []
     numbered = [
         SWLayer(conv.number, conv.name, norm)

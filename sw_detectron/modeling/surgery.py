@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
 from .norms import NormFactory, UnknownNorm
-from .placement import NumberedConv, channels_of, find_resnet, norm_of, numbered_convs, place
+from .placement import NumberedConv, channels_of, find_network, norm_of, numbered_convs, place
 from .tracing import check_flow
 
 logger = logging.getLogger(__name__)
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 def replace_norms(
     model: nn.Module, placement: str | Sequence[int], norm: str | NormFactory = "SW"
 ) -> dict[str, nn.Module]:
-    """Put `norm` on the placed layers of the ResNet in `model`, in place: all of them, or none.
+    """Put `norm` on the placed layers of a model's ResNet or VGG, in place: all of them, or none.
 
-    The ResNet may be Detectron2's, torchvision's, timm's or a He-style one for CIFAR (see
+    A ResNet may be Detectron2's, torchvision's, timm's or a He-style one for CIFAR (see
     `placement`), and the replaced norm any BN (synchronized and frozen ones too), GN or SW. A
     ResNet that is not Detectron2's is run once, on an image of zeros, to see that its norms follow
     their convolutions (see `tracing`).
@@ -35,24 +35,24 @@ def replace_norms(
     What a user may miss afterwards is in the log.
 
     Args:
-        model: a ResNet, or a model that contains one.
+        model: a ResNet or VGG, or a model that contains one.
         placement: see `placement.place`.
         norm: a registered or built-in norm's name, or a function from channels to a layer.
 
     Returns:
-        The norms that were replaced, by the name of their convolution in the ResNet.
+        The norms that were replaced, by the name of their convolution in the network.
 
     Raises:
-        UserError: there is not one ResNet, its structure is not understood, or the placement or
+        UserError: there is not one network, its structure is not understood, or the placement or
             the norm does not fit it; the message names the layer. Nothing has changed then.
     """
-    _, resnet = find_resnet(model)
-    convs = numbered_convs(resnet)
+    _, network = find_network(model)
+    convs = numbered_convs(network)
     taken = place(convs, placement)
     if not taken:
         return {}
-    check_flow(resnet, convs, taken)
-    old_norms = [norm_of(resnet, conv) for conv in taken]
+    check_flow(network, convs, taken)
+    old_norms = [norm_of(network, conv) for conv in taken]
     new_norms = [_make_norm(norm, conv) for conv in taken]
     if len(set(map(id, new_norms))) < len(taken):
         raise UserError(
@@ -63,7 +63,7 @@ def replace_norms(
     }
     for conv, new in zip(taken, new_norms):
         owner, _, attribute = conv.norm_name.rpartition(".")
-        setattr(resnet.get_submodule(owner), attribute, new)
+        setattr(network.get_submodule(owner), attribute, new)
     for what in dict.fromkeys(part for parts in lost.values() for part in parts):
         layers = ", ".join(name for name, parts in lost.items() if what in parts)
         logger.warning(f"{what} at {layers}; train or calibrate the network")

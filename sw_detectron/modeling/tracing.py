@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from detectron2.modeling import ResNet
 from torch import Tensor, nn
 
 from ..errors import UserError, one_line
 from .observing import in_evaluation, observed
-from .placement import NumberedConv, is_norm, norm_of
+from .placement import NumberedConv, is_norm, is_of_detectron2, norm_of
 
 # Sides of the images to run a network on, in turn until one gets through: networks for CIFAR may
 # take 32 x 32 pixels alone, and old ones for ImageNet 224 x 224.
@@ -41,15 +40,16 @@ def check_flow(
     """A run of a ResNet on an image of zeros must show what `numbered_convs` takes for granted.
 
     The norm of each of `taken` gets the output of its convolution and nothing else, convolutions
-    run in the order of their numbers, and none with a norm lies outside of stem and layers. In
-    Detectron2's ResNet, whose convolutions run their norms themselves, it is so without a run.
+    run in the order of their numbers, and none with a norm lies outside of stem and layers. Of what
+    is built of Detectron2's parts, whose convolutions run their norms themselves, it is so without
+    a run.
 
     The network is in evaluation mode meanwhile, and as it was afterwards. Its device may be "meta".
 
     Raises:
         UserError: it is not so, or the network cannot be run.
     """
-    if isinstance(resnet, ResNet):
+    if is_of_detectron2(resnet):
         return
     for side in SIDES:
         flow, error = _run(resnet, convs, side)
