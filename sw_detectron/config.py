@@ -17,7 +17,8 @@ from .task import all_tasks
 
 def add_sw_config(cfg: CfgNode) -> None:
     """Add the package's keys, with their defaults, to a Detectron2 config."""
-    # What is trained: detection, classification, segmentation. Empty: what META_ARCHITECTURE says.
+    # What is trained: detection, classification, segmentation, domain_adaptation. Empty: what
+    # META_ARCHITECTURE says.
     cfg.TASK = ""
     cfg.MODEL.SW = CfgNode()
     # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
@@ -61,8 +62,10 @@ def add_sw_config(cfg: CfgNode) -> None:
     # The first iteration that leaves the importance weights as they are; like SOLVER.STEPS, it
     # scales with REFERENCE_WORLD_SIZE. 0: they always learn.
     cfg.SOLVER.IMPORTANCE_STOP_ITER = 0
-    # Of LR_SCHEDULER_NAME "WarmupPolyLR".
+    # Of LR_SCHEDULER_NAME "WarmupPolyLR": its power, and the iteration at which the rate would be
+    # 0, which 0 says to be MAX_ITER.
     cfg.SOLVER.POLY_LR_POWER = 0.9
+    cfg.SOLVER.POLY_LR_MAX_ITER = 0
     # Multiplies the learning rate of all that lies outside of the backbone.
     cfg.SOLVER.HEAD_LR_FACTOR = 1.0
     _add_epoch_config(cfg)

@@ -59,6 +59,14 @@ class Task:
             given: the keys that the user sets, in a file or on the command line; these stay.
         """
 
+    def unlabelled(self, cfg: CfgNode) -> Sequence[str]:
+        """The names of further data sets that training reads, and wants the images of alone.
+
+        Raises:
+            UserError: it cannot do without any.
+        """
+        return ()
+
     def wanted(self, cfg: CfgNode) -> Wanted:
         """What the config's model takes of its data sets."""
         return Wanted()

@@ -208,6 +208,16 @@ def check_contents(
             _check_images(dataset, wanted.filter_empty)
 
 
+def check_images(names: Sequence[str]) -> None:
+    """The images of data sets that `check_dataset` has seen are there, and are images.
+
+    Raises:
+        UserError: they are not.
+    """
+    for name in dict.fromkeys(names):
+        _check_images(_load(name, training=True), filter_empty=False)
+
+
 def classes_of(name: str, kind: str) -> tuple[str, ...]:
     """The names of a registered data set's classes; empty if it declares none of this kind."""
     declared = MetadataCatalog.get(name).get(kind)

@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from omegaconf import DictConfig, OmegaConf
 
-from ..data.check import Classes, Wanted, check_contents, check_dataset
+from ..data.check import Classes, Wanted, check_contents, check_dataset, check_images
 from ..errors import UserError
 from ..task import all_tasks, evaluator_builders, find_task
 
@@ -25,7 +25,8 @@ def check_datasets(cfg: CfgNode, training: bool) -> None:
     train = cfg.DATASETS.TRAIN if training else ()
     if training and not train:
         raise UserError("DATASETS.TRAIN is empty: name a registered data set to train on")
-    for name in dict.fromkeys((*train, *cfg.DATASETS.TEST)):
+    unlabelled = find_task(cfg).unlabelled(cfg) if training else ()
+    for name in dict.fromkeys((*train, *unlabelled, *cfg.DATASETS.TEST)):
         check_dataset(name)
     for name in cfg.DATASETS.TEST:
         _check_evaluation(name)
@@ -37,8 +38,10 @@ def check_data(cfg: CfgNode, training: bool) -> None:
     Raises:
         UserError: they do not; naming the data set, what is wrong and the remedy.
     """
+    task = find_task(cfg)
     train = cfg.DATASETS.TRAIN if training else ()
-    _check_contents(train, cfg.DATASETS.TEST, find_task(cfg).wanted(cfg))
+    _check_contents(train, cfg.DATASETS.TEST, task.wanted(cfg))
+    check_images(task.unlabelled(cfg) if training else ())
 
 
 def check_lazy_data(cfg: DictConfig, training: bool) -> None:

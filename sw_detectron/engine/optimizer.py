@@ -126,7 +126,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Detectron2's schedules, and "WarmupPolyLR", (1 - iteration / MAX_ITER)^POLY_LR_POWER.
+    """Detectron2's schedules, and "WarmupPolyLR", (1 - iteration / N)^POLY_LR_POWER, where N is
+    POLY_LR_MAX_ITER or, if that is 0, MAX_ITER.
 
     Raises:
         UserError: SOLVER.STEPS do not ascend, or the last of them is the end.
@@ -140,10 +141,15 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: torch.optim.Optimizer) -> LRSche
         )
     if solver.LR_SCHEDULER_NAME != "WarmupPolyLR":
         return build_detectron2_lr_scheduler(cfg, optimizer)
+    end = solver.POLY_LR_MAX_ITER or solver.MAX_ITER
+    if end < solver.MAX_ITER:
+        raise UserError(
+            f"SOLVER.POLY_LR_MAX_ITER {end} is before the end, SOLVER.MAX_ITER {solver.MAX_ITER}"
+        )
     factor = WarmupParamScheduler(
         PolynomialDecayParamScheduler(1.0, solver.POLY_LR_POWER),
         solver.WARMUP_FACTOR,
-        min(solver.WARMUP_ITERS / solver.MAX_ITER, 1.0),
+        min(solver.WARMUP_ITERS / end, 1.0),
         solver.WARMUP_METHOD,
     )
-    return LRMultiplier(optimizer, factor, solver.MAX_ITER)
+    return LRMultiplier(optimizer, factor, end)

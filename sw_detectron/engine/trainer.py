@@ -145,6 +145,8 @@ class Trainer(Loop, DefaultTrainer):
         scaled.defrost()
         stop = solver.IMPORTANCE_STOP_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
         scaled.SOLVER.IMPORTANCE_STOP_ITER = round(stop)
+        poly = solver.POLY_LR_MAX_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
+        scaled.SOLVER.POLY_LR_MAX_ITER = round(poly)
         for section, key in (
             ("SOLVER", "IMPORTANCE_STOP_ITER"),
             ("SOLVER", "MAX_ITER"),

@@ -1,3 +1,8 @@
 """The tasks; importing them makes them known by name."""
 
-from . import classification, detection, segmentation  # noqa: F401  they register themselves
+from . import (  # noqa: F401  they register themselves
+    classification,
+    detection,
+    domain_adaptation,
+    segmentation,
+)

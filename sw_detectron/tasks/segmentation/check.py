@@ -50,7 +50,8 @@ def _look_at_labels(dataset: LoadedSet, wanted: Wanted) -> None:
     pixels, ignored = np.zeros(len(names), np.int64), 0
     for record in progress(sample, dataset.name):
         path = record["sem_seg_file_name"]
-        labels = read_labels(path, len(names), ignore_label, dtype=np.int64)
+        ids = record.get("label_ids", ())
+        labels = read_labels(path, len(names), ignore_label, np.int64, ids)
         size = image_size(record["file_name"])
         if labels.shape[::-1] != size:
             raise UserError(

@@ -22,7 +22,8 @@ def add_segmentation_config(cfg: CfgNode) -> None:
     cfg.INPUT.RANDOM_BLUR = 0.0
 
     # Data sets of your own by name, each with IMAGES and LABELS (two folders of files with the same
-    # names, labels as PNG), CLASSES (names, or their number) and IGNORE_LABEL (default 255).
+    # names, labels as PNG), CLASSES (names, or their number), IGNORE_LABEL (default 255) and
+    # LABEL_IDS (what the files have for each class; default: its number).
     cfg.DATASETS.SEM_SEG_FOLDERS = CfgNode(new_allowed=True)
 
     # Scales of TEST.AUG for segmentation, in place of its MIN_SIZES; with FLIP, of the mirror

@@ -12,16 +12,19 @@ from ...data.images import ImageFolder, why_unreadable
 from ...data.registration import register_dataset
 from ...errors import UserError
 
-_KEYS = ("IMAGES", "LABELS", "CLASSES", "IGNORE_LABEL")
+_KEYS = ("IMAGES", "LABELS", "CLASSES", "IGNORE_LABEL", "LABEL_IDS")
 
 
-def read_labels(path: str, num_classes: int, ignore_label: int, dtype=None) -> np.ndarray:
+def read_labels(
+    path: str, num_classes: int, ignore_label: int, dtype=None, label_ids: Sequence[int] = ()
+) -> np.ndarray:
     """The labels of an image, (H, W): the pixel values of a file with one channel, or with a
     palette, which is left unread.
 
     Args:
         num_classes: labels are from 0 and below it, or `ignore_label`.
         dtype: of the result; by default the smallest that holds them all.
+        label_ids: what the file has for each class, all else being ignored; empty: its number.
 
     Raises:
         UserError: the file is no label map, or has other labels.
@@ -36,6 +39,8 @@ def read_labels(path: str, num_classes: int, ignore_label: int, dtype=None) -> n
             f"labels {path!r} have {labels.shape[2]} channels; a label map has one, whose values "
             "are the classes' numbers"
         )
+    if label_ids:
+        labels = _classes_of_ids(labels, label_ids, ignore_label)
     is_class = (labels >= 0) & (labels < num_classes) & (labels % 1 == 0)
     wrong = labels[~is_class & (labels != ignore_label)]
     if wrong.size:
@@ -45,6 +50,13 @@ def read_labels(path: str, num_classes: int, ignore_label: int, dtype=None) -> n
         )
     smallest = np.result_type(*map(np.min_scalar_type, (num_classes - 1, ignore_label)))
     return labels.astype(dtype or smallest)
+
+
+def _classes_of_ids(labels: np.ndarray, label_ids: Sequence[int], ignore_label: int) -> np.ndarray:
+    order = np.argsort(label_ids)
+    ids = np.asarray(label_ids)[order]
+    found = np.searchsorted(ids, labels).clip(max=len(ids) - 1)
+    return np.where(ids[found] == labels, order[found], ignore_label)
 
 
 def check_label_size(record: dict, image: np.ndarray) -> None:
@@ -100,18 +112,30 @@ def register_configured_folders(cfg: CfgNode) -> None:
         if keys - set(_KEYS) or not keys >= set(_KEYS[:3]):
             raise UserError(
                 f"DATASETS.SEM_SEG_FOLDERS.{name} has the keys {', '.join(sorted(keys)) or 'none'};"
-                " it takes IMAGES, LABELS, CLASSES and, if it is not 255, IGNORE_LABEL"
+                " it takes IMAGES, LABELS, CLASSES, IGNORE_LABEL if it is not 255, and LABEL_IDS "
+                "if files have other values than the numbers of classes"
             )
         classes = folder.CLASSES
         if isinstance(classes, int):
             classes = [str(number) for number in range(classes)]
+        label_ids = folder.get("LABEL_IDS", ())
+        if label_ids and len(set(label_ids)) != len(classes):
+            raise UserError(
+                f"DATASETS.SEM_SEG_FOLDERS.{name}: LABEL_IDS are {len(set(label_ids))} different "
+                f"values, but there are {len(classes)} classes"
+            )
         register_folders(
-            name, folder.IMAGES, folder.LABELS, classes, folder.get("IGNORE_LABEL", 255)
+            name, folder.IMAGES, folder.LABELS, classes, folder.get("IGNORE_LABEL", 255), label_ids
         )
 
 
 def register_folders(
-    name: str, images: str, labels: str, classes: Sequence[str], ignore_label: int = 255
+    name: str,
+    images: str,
+    labels: str,
+    classes: Sequence[str],
+    ignore_label: int = 255,
+    label_ids: Sequence[int] = (),
 ) -> None:
     """Register a data set of images and label maps, in the place of one of that name.
 
@@ -120,20 +144,24 @@ def register_folders(
         labels: a folder with a file STEM.png for each image STEM.*, in the same subfolder; its
             values are the classes' numbers from 0, or `ignore_label`.
         classes: their names.
+        label_ids: see `read_labels`.
     """
     register_dataset(
         name,
-        lambda: load_records(name, Path(images), Path(labels)),
+        lambda: load_records(name, Path(images), Path(labels), label_ids),
         image_root=images,
         sem_seg_root=labels,
         stuff_classes=list(classes),
         ignore_label=ignore_label,
+        label_ids=list(label_ids),
         evaluator_type="sem_seg",
         remedy=f"set DATASETS.SEM_SEG_FOLDERS.{name} to the folders of images and labels",
     )
 
 
-def load_records(name: str, images: Path, labels: Path) -> list[dict]:
+def load_records(
+    name: str, images: Path, labels: Path, label_ids: Sequence[int] = ()
+) -> list[dict]:
     """The records of a data set's images, in the order of their paths; see `register_folders`.
 
     Raises:
@@ -148,6 +176,8 @@ def load_records(name: str, images: Path, labels: Path) -> list[dict]:
         for file in files
     ]
     for record in records:
+        if label_ids:
+            record["label_ids"] = list(label_ids)
         if not Path(record["sem_seg_file_name"]).is_file():
             raise UserError(
                 f"data set {name!r} has an image {record['file_name']!r}, but no labels "

@@ -12,6 +12,9 @@ def build_segmentation_evaluator(dataset_name: str, folder: str) -> SemSegEvalua
     """The evaluator of a registered data set; it writes its predictions to `folder`."""
     metadata = MetadataCatalog.get(dataset_name)
     read = functools.partial(
-        read_labels, num_classes=len(metadata.stuff_classes), ignore_label=metadata.ignore_label
+        read_labels,
+        num_classes=len(metadata.stuff_classes),
+        ignore_label=metadata.ignore_label,
+        label_ids=metadata.get("label_ids", ()),
     )
     return SemSegEvaluator(dataset_name, output_dir=folder, sem_seg_loading_fn=read)

@@ -157,14 +157,22 @@ class SegmentationMapper:
     Args:
         cfg: INPUT, and of MODEL the pixels' mean and the classes.
         is_train: whether labels are wanted.
+        augmentations: None for those of `build_augmentations`.
     """
 
-    def __init__(self, cfg: CfgNode, is_train: bool):
+    def __init__(
+        self,
+        cfg: CfgNode,
+        is_train: bool,
+        augmentations: Sequence[T.Augmentation] | None = None,
+    ):
+        if augmentations is None:
+            augmentations = build_augmentations(cfg, is_train)
         self._is_train = is_train
         self._format = cfg.INPUT.FORMAT
         self._num_classes = cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES
         self._ignore_label = cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE
-        self._augmentations = T.AugmentationList(build_augmentations(cfg, is_train))
+        self._augmentations = T.AugmentationList(augmentations)
 
     def __call__(self, record: dict) -> dict:
         """Adds to a record "image", uint8 (3, H, W), and in training "sem_seg", int64 (H, W).
@@ -175,10 +183,16 @@ class SegmentationMapper:
         record = copy.deepcopy(record)
         image = read_image(record["file_name"], format=self._format)
         check_image_size(record, image)
-        check_label_size(record, image)
+        if "sem_seg_file_name" in record:  # not of images alone
+            check_label_size(record, image)
         if self._is_train:
-            path = record["sem_seg_file_name"]
-            labels = read_labels(path, self._num_classes, self._ignore_label, np.int64)
+            labels = read_labels(
+                record["sem_seg_file_name"],
+                self._num_classes,
+                self._ignore_label,
+                np.int64,
+                record.get("label_ids", ()),
+            )
         inputs = T.AugInput(image)
         transforms = self._augmentations(inputs)
         pixels = np.ascontiguousarray(inputs.image.transpose(2, 0, 1))

@@ -1,0 +1,47 @@
+"""Domain adaptation of semantic segmentation by adversarial training (the paper's section 4.3)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from detectron2.config import CfgNode
+
+from ...errors import UserError
+from ...task import register_task
+from ..segmentation import Segmentation
+from .config import add_adaptation_config
+from .data import register_adaptation_datasets, register_configured_images
+from .page import adaptation_sections
+from .shapes import register_shapes_adaptation
+from .trainer import DomainAdaptationTrainer
+
+__all__ = ["DomainAdaptationTrainer", "register_adaptation_datasets", "register_shapes_adaptation"]
+
+
+class DomainAdaptation(Segmentation):
+    name = "domain_adaptation"
+    meta_architectures = ("AdaptedSegmentor",)
+    trainer = DomainAdaptationTrainer
+
+    def add_config(self, cfg: CfgNode) -> None:
+        add_adaptation_config(cfg)
+
+    def register_datasets(self, cfg: CfgNode) -> None:
+        register_configured_images(cfg)
+
+    def page_sections(self, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
+        return adaptation_sections(test_datasets, folder)
+
+    def unlabelled(self, cfg: CfgNode) -> Sequence[str]:
+        if not cfg.MODEL.DA.ADVERSARIAL_WEIGHT:
+            return ()
+        if not cfg.DATASETS.TARGET:
+            raise UserError(
+                "DATASETS.TARGET is empty: name the data sets of the target, or set "
+                "MODEL.DA.ADVERSARIAL_WEIGHT to 0.0 to train on the source alone"
+            )
+        return cfg.DATASETS.TARGET
+
+
+register_task(DomainAdaptation())
+register_adaptation_datasets()
+register_shapes_adaptation()
