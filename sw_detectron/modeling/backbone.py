@@ -55,7 +55,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def with_norms(
-    network: Network,
+    resnet: Network,
     placement: str | Sequence[int],
     norm: str | NormFactory = "SW",
     **options: Any,
@@ -63,7 +63,7 @@ def with_norms(
     """A ResNet or VGG with `norm` on the placed layers, for building models by nested calls.
 
     Args:
-        network: it is changed in place.
+        resnet: it is changed in place; a VGG is taken too.
         placement, norm: see `replace_norms`.
         options: arguments of `SwitchWhiten2d`, such as num_pergroup, where `norm` is one of
             SW_NORMS.
@@ -77,9 +77,9 @@ def with_norms(
             f"use one of {', '.join(SW_NORMS)}"
         )
     replace_norms(
-        network, placement, functools.partial(SW_NORMS[norm], **options) if options else norm
+        resnet, placement, functools.partial(SW_NORMS[norm], **options) if options else norm
     )
-    return network
+    return resnet
 
 
 @BACKBONE_REGISTRY.register()
