@@ -32,6 +32,8 @@ class Task:
         trainer: the subclass of `engine.Trainer`.
         evaluators: by the `evaluator_type` that a data set's metadata declares.
         checks: of data sets, by the entry of their metadata that has the classes' names.
+        lowest: the least value of the task's keys that training reads, or of each of their items.
+        choices: the values that the task's keys can have.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Task:
     trainer: type[DefaultTrainer]
     evaluators: Mapping[str, EvaluatorBuilder] = {}
     checks: Mapping[str, Check] = {}
+    lowest: Mapping[str, float] = {}
+    choices: Mapping[str, Sequence[str]] = {}
 
     def add_config(self, cfg: CfgNode) -> None:
         """Add the task's keys, with their defaults, to a Detectron2 config."""

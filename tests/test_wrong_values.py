@@ -17,7 +17,14 @@ from sw_detectron.checkpoint import reading
 from sw_detectron.engine import load_config
 from sw_detectron.engine.carried import carried_metadata
 from sw_detectron.engine.prediction import Predictor
-from sw_detectron.engine.values import CHOICES, LOWEST, LOWEST_ALWAYS, check_values, named_by_key
+from sw_detectron.engine.values import (
+    CHOICES,
+    LOWEST,
+    LOWEST_ALWAYS,
+    check_values,
+    named_by_key,
+    of_tasks,
+)
 
 RETINANET = """
     MODEL.META_ARCHITECTURE RetinaNet MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone
@@ -27,7 +34,7 @@ CLASSIFIER = "classification_shapes_R18_SW.yaml"
 
 NUMBERS = [
     (key, value)
-    for key, low in (LOWEST | LOWEST_ALWAYS).items()
+    for key, low in (LOWEST | of_tasks("lowest") | LOWEST_ALWAYS).items()
     if key not in ("SOLVER.STEPS", "SOLVER.STEP_EPOCHS", "INPUT.MIN_SIZE_TRAIN")
     for value in (low - 1,)
 ]
@@ -102,7 +109,9 @@ def test_all_keys_that_may_be_meant_are_named():
 def test_the_values_of_all_configs_are_in_their_ranges():
     cfg = load_config(SHAPES, [])
     check_values(cfg, training=True)
-    assert all(cfg_value(cfg, key) in choices for key, choices in CHOICES.items())
+    all_choices = CHOICES | of_tasks("choices")
+    assert "MODEL.DA.STATISTICS" in all_choices
+    assert all(cfg_value(cfg, key) in choices for key, choices in all_choices.items())
 
 
 def cfg_value(cfg, key):

@@ -34,12 +34,11 @@ from .sources import Architecture, Backbone, find_backbone, recognize_architectu
 FOLDED_VARIANCES = (1.0, 1 - 1e-5)
 
 # Where SW goes if nobody says, by the family of the network.
-_PLACEMENTS = {"cifar": "cifar", "vgg": "vgg"}
+_PLACEMENTS = {"resnet": "imagenet", "cifar": "cifar", "vgg": "vgg"}
 
 # Side of the square images that statistics are taken of.
 IMAGE_SIZE, CIFAR_IMAGE_SIZE = 224, 32
 IMAGES_PER_BATCH = 32
-
 
 Network = ResNet | VGG
 
@@ -95,6 +94,9 @@ def convert_checkpoint(
             or the arguments do not fit it.
     """
     found = _read(path, source)
+    is_vgg = found.architecture.family == "vgg"
+    if warm_start and is_vgg:
+        raise UserError("--warm-start: a VGG has no norms that SW layers could start as")
     own_layers = own_sw_layers(found.weights)
     if own_layers and placement is not None:
         raise UserError("the source has SW layers already, which are kept: leave out --placement")
@@ -107,14 +109,11 @@ def convert_checkpoint(
         if own_layers:
             placement = _place_own(network, own_layers, cfg)
         _load(network, found.weights)
-    placement = placement or _PLACEMENTS.get(found.architecture.family, "imagenet")
+    placement = placement or _PLACEMENTS[found.architecture.family]
     if found.folded and images:
         norms = {n: (m, 1) for n, m in network.named_modules() if isinstance(m, nn.BatchNorm2d)}
         unfuse(network, norms, _batches(images, cfg, found.architecture), images.number)
     replaced = {} if own_layers else _replace(network, placement, cfg)
-    is_vgg = found.architecture.family == "vgg"
-    if warm_start and is_vgg:
-        raise UserError("--warm-start: a VGG has no norms that SW layers could start as")
     if warm_start:
         _warm_start(network, notes)
     if images:

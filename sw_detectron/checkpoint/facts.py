@@ -75,7 +75,8 @@ def facts_of_source(tensors: dict[str, Tensor]) -> dict[str, object]:
 def facts_of(cfg: CfgNode) -> dict[str, object]:
     """What the weights of a model that was trained with `cfg` need."""
     keys = KEYS if _has_sw_keys(cfg) else NETWORK_KEYS
-    others = "MODEL.RESNETS." if "vgg" in cfg.MODEL.BACKBONE.NAME else "MODEL.VGG."
+    is_vgg = cfg.MODEL.BACKBONE.NAME == "build_sw_vgg_backbone"
+    others = "MODEL.RESNETS." if is_vgg else "MODEL.VGG."  # keys that the backbone does not read
     return {key: KEYS[key](_value(cfg, key)) for key in keys if not key.startswith(others)}
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -101,11 +101,16 @@ class Trainer(Loop, DefaultTrainer):
             for name, optimizer in step.optimizers.items()
         }
 
-    def _build_precise_loader(self) -> DataLoader:
+    def _build_precise_loader(self) -> Iterable:
         cfg = self.cfg.clone()
         cfg.defrost()
         cfg.DATALOADER.NUM_WORKERS = 0  # they would wait, between evaluations, with their batches
-        return self.build_train_loader(cfg)
+        return self.build_precise_loader(cfg)
+
+    @classmethod
+    def build_precise_loader(cls, cfg: CfgNode) -> Iterable:
+        """Of the batches that TEST.PRECISE_BN takes statistics of."""
+        return cls.build_train_loader(cfg)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -125,7 +130,8 @@ class Trainer(Loop, DefaultTrainer):
 
     @staticmethod
     def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
-        """Detectron2's linear scaling by SOLVER.REFERENCE_WORLD_SIZE, of IMPORTANCE_STOP_ITER too.
+        """Detectron2's linear scaling by SOLVER.REFERENCE_WORLD_SIZE, of IMPORTANCE_STOP_ITER and
+        POLY_LR_MAX_ITER too.
 
         What happens in some iteration still does: none is scaled to 0, which would be never.
 
@@ -143,10 +149,8 @@ class Trainer(Loop, DefaultTrainer):
             return cfg
         was_frozen = scaled.is_frozen()
         scaled.defrost()
-        stop = solver.IMPORTANCE_STOP_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
-        scaled.SOLVER.IMPORTANCE_STOP_ITER = round(stop)
-        poly = solver.POLY_LR_MAX_ITER * solver.REFERENCE_WORLD_SIZE / num_workers
-        scaled.SOLVER.POLY_LR_MAX_ITER = round(poly)
+        for key in ("IMPORTANCE_STOP_ITER", "POLY_LR_MAX_ITER"):
+            scaled.SOLVER[key] = round(solver[key] * solver.REFERENCE_WORLD_SIZE / num_workers)
         for section, key in (
             ("SOLVER", "IMPORTANCE_STOP_ITER"),
             ("SOLVER", "MAX_ITER"),

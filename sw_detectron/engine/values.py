@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config import add_sw_config, flatten
 from ..errors import UserError, one_line
 from ..layers.padding import PADDINGS
+from ..task import all_tasks
 from .schedule import EPOCH_KEYS
 
 # The lowest value of a key that training reads, or of each item of one that is a list. None, where
@@ -29,10 +30,6 @@ LOWEST = {
     "SOLVER.MOMENTUM": 0,
     "SOLVER.POLY_LR_POWER": 0,
     "SOLVER.POLY_LR_MAX_ITER": 0,
-    "SOLVER.DISCRIMINATOR_LR": 0,
-    "SOLVER.DISCRIMINATOR_BETAS": 0,
-    "MODEL.DA.ADVERSARIAL_WEIGHT": 0,
-    "MODEL.DA.DISCRIMINATOR_CHANNELS": 1,
     "SOLVER.WARMUP_FACTOR": 0,
     "SOLVER.WARMUP_ITERS": 0,
     "SOLVER.WEIGHT_DECAY": 0,
@@ -61,7 +58,6 @@ CHOICES = {
     "INPUT.FORMAT": ("BGR", "RGB", "L", "YUV-BT.601"),
     "INPUT.MASK_FORMAT": ("polygon", "bitmask"),
     "INPUT.RANDOM_FLIP": ("horizontal", "vertical", "none"),
-    "MODEL.DA.STATISTICS": ("mixed", "target"),
     "MODEL.SW.PADDING": PADDINGS,
 }
 LAZY_LOWEST = {
@@ -83,9 +79,9 @@ def check_values(cfg: CfgNode, training: bool) -> None:
     values = flatten(cfg)
     # What the keys in epochs are going to replace.
     replaced = [in_iterations for key, in_iterations in EPOCH_KEYS.items() if values[key]]
-    lowest = (LOWEST if training else {}) | LOWEST_ALWAYS
+    lowest = (LOWEST | of_tasks("lowest") if training else {}) | LOWEST_ALWAYS
     check_lowest(values, {key: low for key, low in lowest.items() if key not in replaced})
-    for key, choices in CHOICES.items():
+    for key, choices in (CHOICES | of_tasks("choices")).items():
         if values[key] not in choices:
             raise UserError(f"{key} {values[key]!r} is none of {', '.join(choices)}")
     for entry in values["TEST.EXPECTED_RESULTS"]:
@@ -93,6 +89,11 @@ def check_values(cfg: CfgNode, training: bool) -> None:
             raise UserError(
                 f"TEST.EXPECTED_RESULTS {entry!r} is not [task, metric, value, tolerance]"
             )
+
+
+def of_tasks(what: str) -> dict[str, object]:
+    """What tasks say of their own keys, by key: `Task.lowest` or `Task.choices`."""
+    return {key: value for task in all_tasks() for key, value in getattr(task, what).items()}
 
 
 def check_lowest(values: Mapping[str, object], lowest: Mapping[str, float]) -> None:

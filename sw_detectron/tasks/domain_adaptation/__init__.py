@@ -21,6 +21,13 @@ class DomainAdaptation(Segmentation):
     name = "domain_adaptation"
     meta_architectures = ("AdaptedSegmentor",)
     trainer = DomainAdaptationTrainer
+    lowest = {
+        "SOLVER.DISCRIMINATOR_LR": 0,
+        "SOLVER.DISCRIMINATOR_BETAS": 0,
+        "MODEL.DA.ADVERSARIAL_WEIGHT": 0,
+        "MODEL.DA.DISCRIMINATOR_CHANNELS": 1,
+    }
+    choices = {"MODEL.DA.STATISTICS": ("mixed", "target")}
 
     def add_config(self, cfg: CfgNode) -> None:
         add_adaptation_config(cfg)

@@ -70,12 +70,13 @@ def load_gta5(name: str, images: Path, labels: Path) -> list[dict]:
         UserError: there are no images, or one has no labels.
     """
     records = load_records(name, images, labels, CITYSCAPES_IDS)
-    fitting = [r for r in progress(records, name) if _sizes_agree(r)]
-    if len(fitting) < len(records):
-        first = next(record["file_name"] for record in records if record not in fitting)
+    fitting, others = [], []
+    for record in progress(records, name):
+        (fitting if _sizes_agree(record) else others).append(record)
+    if others:
         logger.warning(
-            f"Data set {name!r} without {len(records) - len(fitting)} of {len(records)} images, "
-            f"whose labels have another size, such as {first!r}"
+            f"Data set {name!r} without {len(others)} of {len(records)} images, whose labels have "
+            f"another size, such as {others[0]['file_name']!r}"
         )
     return fitting
 

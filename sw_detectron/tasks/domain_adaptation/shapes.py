@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pycocotools.mask as mask_util
 from PIL import Image
 from tqdm import tqdm
 
 from ...data import shapes
-from ...data.registration import register_dataset, whole_folder
-from ..segmentation.data import load_records
-from ..segmentation.shapes import CLASS_NAMES, generate_labels
+from ...data.registration import whole_folder
+from ..segmentation.shapes import mask_of, register_labelled_shapes
 
 HUE_SHIFT = 90  # of 256 that make the circle of colours
 NOISE = 16.0  # standard deviation of each channel, of 255
@@ -39,27 +37,9 @@ def register_shapes_adaptation(root: str | os.PathLike | None = None) -> None:
         ("textured", textured, "train"),
         ("textured", textured, "val"),
     ):
-        name = f"shapes_{domain}_{split}"
-        images, labels = root / domain / split, root / "labels" / split
-        register_dataset(
-            name,
-            functools.partial(_load, name, root, split, images, labels, render),
-            image_root=str(images),
-            sem_seg_root=str(labels),
-            evaluator_type="sem_seg",
-            generated=True,  # its files need not be there before it is loaded
-            stuff_classes=list(CLASS_NAMES),
-            ignore_label=255,
-        )
-
-
-def _load(
-    name: str, root: Path, split: str, images: Path, labels: Path, render: Render
-) -> list[dict]:
-    shapes.generate_shapes(root, split, shapes.SPLIT_SIZES[split])
-    generate_labels(root, split)
-    generate_domain(root, split, images, render)
-    return load_records(name, images, labels)
+        images = root / domain / split
+        make = functools.partial(generate_domain, root, split, images, render)
+        register_labelled_shapes(f"shapes_{domain}_{split}", root, split, images, make)
 
 
 def generate_domain(root: Path, split: str, folder: Path, render: Render) -> None:
@@ -70,19 +50,19 @@ def generate_domain(root: Path, split: str, folder: Path, render: Render) -> Non
     if folder.is_dir():
         return
     content = json.loads((root / "annotations" / f"{split}.json").read_text())
-    outlines = {image["id"]: [] for image in content["images"]}
+    shapes_of = {image["id"]: [] for image in content["images"]}
     for shape in content["annotations"]:
-        outlines[shape["image_id"]].append(shape["segmentation"])
+        shapes_of[shape["image_id"]].append(shape)
     with whole_folder(folder) as made:
-        for image in tqdm(content["images"], desc=str(folder.name), unit="image", delay=2):
+        for image in tqdm(content["images"], desc=folder.name, unit="image", delay=2):
             scene = np.asarray(Image.open(root / split / image["file_name"]))
-            masks = [_mask(outline, scene.shape) for outline in outlines[image["id"]]]
+            masks = [mask_of(shape, *scene.shape[:2]) for shape in shapes_of[image["id"]]]
             rng = np.random.default_rng(image["id"])
             Image.fromarray(render(scene, masks, rng)).save(made / image["file_name"])
 
 
 def flat(scene: np.ndarray, masks: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """Each shape, and the background, in its mean colour."""
+    """Each shape in its mean colour, the background in that of the picture."""
     picture = np.empty_like(scene)
     picture[:] = np.rint(scene.mean(axis=(0, 1)))
     for mask in masks:
@@ -97,9 +77,3 @@ def textured(scene: np.ndarray, masks: list[np.ndarray], rng: np.random.Generato
     picture = np.asarray(Image.fromarray(hsv, mode="HSV").convert("RGB"))
     noise = rng.normal(0, NOISE, picture.shape)
     return np.clip(np.rint(picture + noise), 0, 255).astype(np.uint8)
-
-
-def _mask(outline: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
-    return mask_util.decode(mask_util.merge(mask_util.frPyObjects(outline, *shape[:2]))).astype(
-        bool
-    )

@@ -74,16 +74,15 @@ class DomainAdaptationTrainer(Trainer):
         seed = cfg.SEED + 1 if cfg.SEED >= 0 else cfg.SEED
         return build_resumable_train_loader(cfg, mapper=mapper, dataset=dataset, seed=seed)
 
-    def _build_precise_loader(self) -> Iterable:
-        """What the running values are taken of: see MODEL.DA.STATISTICS."""
-        source = super()._build_precise_loader()
-        if not self.cfg.MODEL.DA.ADVERSARIAL_WEIGHT:
-            return source
-        cfg = self.cfg.clone()
-        cfg.defrost()
-        cfg.DATALOADER.NUM_WORKERS = 0
-        target = self.build_target_loader(cfg)
-        return target if cfg.MODEL.DA.STATISTICS == "target" else InTurn(source, target)
+    @classmethod
+    def build_precise_loader(cls, cfg: CfgNode) -> Iterable:
+        """Of the domains that MODEL.DA.STATISTICS says."""
+        if not cfg.MODEL.DA.ADVERSARIAL_WEIGHT:
+            return cls.build_train_loader(cfg)
+        target = cls.build_target_loader(cfg)
+        if cfg.MODEL.DA.STATISTICS == "target":
+            return target
+        return InTurn(cls.build_train_loader(cfg), target)
 
     @classmethod
     def build_mapper(cls, cfg: CfgNode, is_train: bool) -> SegmentationMapper:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +28,28 @@ def register_shapes_segmentation(root: str | os.PathLike | None = None) -> None:
     """
     root = shapes.default_root() if root is None else Path(root)
     for split in shapes.SPLIT_SIZES:
-        _register_split(root, split)
+        register_labelled_shapes(f"shapes_sem_seg_{split}", root, split, root / split)
 
 
-def _register_split(root: Path, split: str) -> None:
-    name = f"shapes_sem_seg_{split}"
-    images, labels = root / split, root / "labels" / split
+def register_labelled_shapes(
+    name: str,
+    root: Path,
+    split: str,
+    images: Path,
+    make_images: Callable[[], None] = lambda: None,
+) -> None:
+    """Register a split of `generate_shapes` as a data set with its label maps.
+
+    Args:
+        images: a folder with an image for each of the split's.
+        make_images: makes this folder, once the split itself is there.
+    """
+    labels = root / "labels" / split
 
     def load() -> list[dict]:
         shapes.generate_shapes(root, split, shapes.SPLIT_SIZES[split])
         generate_labels(root, split)
+        make_images()
         return load_records(name, images, labels)
 
     register_dataset(
@@ -67,8 +80,13 @@ def generate_labels(root: Path, split: str) -> None:
     # Outlines are of what can be seen of a shape, so they do not overlap but at their very edges.
     for shape in content["annotations"]:
         label_map = labels[shape["image_id"]]
-        mask = mask_util.merge(mask_util.frPyObjects(shape["segmentation"], *label_map.shape))
-        label_map[mask_util.decode(mask).astype(bool)] = shape["category_id"]
+        label_map[mask_of(shape, *label_map.shape)] = shape["category_id"]
     with whole_folder(folder) as made:
         for image in tqdm(content["images"], desc=folder.name, unit="image", delay=2):
             Image.fromarray(labels[image["id"]]).save(made / image["file_name"])
+
+
+def mask_of(shape: dict, height: int, width: int) -> np.ndarray:
+    """The pixels of a shape that can be seen, bool, (height, width), from its annotation."""
+    outline = mask_util.merge(mask_util.frPyObjects(shape["segmentation"], height, width))
+    return mask_util.decode(outline).astype(bool)
