@@ -108,10 +108,13 @@ class Task:
         """
         raise UserError(f"tools/predict.py does not know the task {self.name!r}")
 
-    def page_sections(self, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
+    def page_sections(
+        self, keys: Mapping, test_datasets: Sequence[str], folder: Path
+    ) -> dict[str, str]:
         """What the page of a run shows of this task alone: HTML by headline.
 
         Args:
+            keys: the run's config, a Python config's too: then every task is asked.
             test_datasets: the names of those that the run was evaluated on.
             folder: of the run.
         """

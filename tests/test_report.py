@@ -108,7 +108,7 @@ def decode(source):
 
 def page_of(cfg, model, results):
     folder = Path(cfg.OUTPUT_DIR)
-    sections = find_task(cfg).page_sections(cfg.DATASETS.TEST, folder)
+    sections = find_task(cfg).page_sections(cfg, cfg.DATASETS.TEST, folder)
     return write_page(folder, model, results, cfg.dump(), sections)
 
 

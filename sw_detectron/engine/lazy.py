@@ -3,7 +3,7 @@
 import argparse
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -169,7 +169,7 @@ def _build_loop(cfg: DictConfig, model: nn.Module) -> Loop:
         ),
         evaluate=lambda: _evaluate(cfg, model),
         precise_loader=lambda: _build_precise_loader(cfg),
-        page_sections=lambda: _page_sections(cfg),
+        page_sections=lambda: _page_sections(cfg, keys),
     )
 
 
@@ -186,9 +186,9 @@ def _config_text(cfg: DictConfig) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _page_sections(cfg: DictConfig) -> dict[str, str]:
-    folder = Path(cfg.train.output_dir)
-    sections = (task.page_sections(lazy_dataset_names(cfg, "test"), folder) for task in all_tasks())
+def _page_sections(cfg: DictConfig, keys: Mapping) -> dict[str, str]:
+    names, folder = lazy_dataset_names(cfg, "test"), Path(cfg.train.output_dir)
+    sections = (task.page_sections(keys, names, folder) for task in all_tasks())
     return {headline: html for of_task in sections for headline, html in of_task.items()}
 
 

@@ -80,7 +80,7 @@ class Trainer(Loop, DefaultTrainer):
                 evaluate=lambda: self.test(cfg, self.model),
                 precise_loader=self._build_precise_loader,
                 page_sections=lambda: find_task(cfg).page_sections(
-                    cfg.DATASETS.TEST, Path(cfg.OUTPUT_DIR)
+                    cfg, cfg.DATASETS.TEST, Path(cfg.OUTPUT_DIR)
                 ),
             )
 

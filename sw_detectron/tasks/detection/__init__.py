@@ -1,6 +1,6 @@
 """Detection, instance segmentation and panoptic segmentation with Detectron2's models."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,9 @@ class Detection(Task):
     ) -> tuple[list[dict], np.ndarray]:
         return detection_results(outputs["instances"], frame, metadata, confidence)
 
-    def page_sections(self, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
+    def page_sections(
+        self, keys: Mapping, test_datasets: Sequence[str], folder: Path
+    ) -> dict[str, str]:
         return {"Predictions": predictions_section(test_datasets, folder)}
 
 

@@ -1,6 +1,6 @@
 """Domain adaptation of semantic segmentation by adversarial training (the paper's section 4.3)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -35,8 +35,10 @@ class DomainAdaptation(Segmentation):
     def register_datasets(self, cfg: CfgNode) -> None:
         register_configured_images(cfg)
 
-    def page_sections(self, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
-        return adaptation_sections(test_datasets, folder)
+    def page_sections(
+        self, keys: Mapping, test_datasets: Sequence[str], folder: Path
+    ) -> dict[str, str]:
+        return adaptation_sections(keys, test_datasets, folder)
 
     def unlabelled(self, cfg: CfgNode) -> Sequence[str]:
         if not cfg.MODEL.DA.ADVERSARIAL_WEIGHT:

@@ -3,12 +3,11 @@ two networks."""
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pycocotools.mask as mask_util
-import yaml
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from matplotlib.figure import Figure
 
@@ -26,12 +25,13 @@ PREDICTIONS = Path("inference/sem_seg_predictions.json")
 _ROWS = 4
 
 
-def adaptation_sections(test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
-    """See `Task.page_sections`; empty for a run of another task."""
-    keys = _adaptation_keys(folder)
-    if keys is None:
+def adaptation_sections(
+    keys: Mapping, test_datasets: Sequence[str], folder: Path
+) -> dict[str, str]:
+    """See `Task.page_sections`; empty for a Python config, which has no keys of this task."""
+    if "MODEL" not in keys:
         return {}
-    sections, compare_with = {}, keys["COMPARE_WITH"]
+    sections, compare_with = {}, keys["MODEL"]["DA"]["COMPARE_WITH"]
     if test_datasets and (folder / PREDICTIONS).is_file():
         runs = {"this run": folder}
         if compare_with:
@@ -48,13 +48,6 @@ def adaptation_sections(test_datasets: Sequence[str], folder: Path) -> dict[str,
         text = "the discriminator's accuracy by iteration"
         sections["Discriminator"] = svg_html(figure, text)
     return sections
-
-
-def _adaptation_keys(folder: Path) -> dict | None:
-    """MODEL.DA of the config that the run has written; None if it is of another task."""
-    path = folder / "config.yaml"
-    model = yaml.safe_load(path.read_text()).get("MODEL", {}) if path.is_file() else {}
-    return model.get("DA") if model.get("META_ARCHITECTURE") == "AdaptedSegmentor" else None
 
 
 def predictions_figure(dataset_name: str, runs: dict[str, Path]) -> Figure:
