@@ -17,9 +17,11 @@ from .task import all_tasks
 
 def add_sw_config(cfg: CfgNode) -> None:
     """Add the package's keys, with their defaults, to a Detectron2 config."""
-    # What is trained: detection, classification, segmentation, domain_adaptation. Empty: what
-    # META_ARCHITECTURE says.
+    # What is trained: detection, classification, segmentation, domain_adaptation, style_transfer.
+    # Empty: what META_ARCHITECTURE says.
     cfg.TASK = ""
+    # Data sets of images alone, by name: each a folder.
+    cfg.DATASETS.IMAGE_FOLDERS = CfgNode(new_allowed=True)
     cfg.MODEL.SW = CfgNode()
     # The norm of the placed layers: SW = SWa {bw, iw}, SWb {bw, iw, bn, in, ln}, SN {bn, in, ln},
     # BW, IW, or any other registered or built-in norm, for ablations. All other norms of the

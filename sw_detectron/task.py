@@ -29,6 +29,8 @@ class Task:
         meta_architectures: a config without TASK is of the task that lists its
             MODEL.META_ARCHITECTURE here, and of "detection" if none does.
         confidence: the lowest score of a prediction's result, if none is asked for.
+        labelled: whether its data sets have classes; else any images do, and no results but
+            pictures come of them.
         trainer: the subclass of `engine.Trainer`.
         evaluators: by the `evaluator_type` that a data set's metadata declares.
         checks: of data sets, by the entry of their metadata that has the classes' names.
@@ -40,6 +42,7 @@ class Task:
     output: str
     meta_architectures: tuple[str, ...] = ()
     confidence = 0.5
+    labelled = True
     trainer: type[DefaultTrainer]
     evaluators: Mapping[str, EvaluatorBuilder] = {}
     checks: Mapping[str, Check] = {}

@@ -28,7 +28,7 @@ def check_datasets(cfg: CfgNode, training: bool) -> None:
     unlabelled = find_task(cfg).unlabelled(cfg) if training else ()
     for name in dict.fromkeys((*train, *unlabelled, *cfg.DATASETS.TEST)):
         check_dataset(name)
-    for name in cfg.DATASETS.TEST:
+    for name in cfg.DATASETS.TEST if find_task(cfg).labelled else ():
         _check_evaluation(name)
 
 

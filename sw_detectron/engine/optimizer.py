@@ -93,8 +93,8 @@ def _group(parameters: list[nn.Parameter | None], **options: float) -> dict[str,
     return {"params": [p for p in parameters if p is not None and p.requires_grad], **options}
 
 
-def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD as in Detectron2, with the keys of SOLVER, over `get_sw_optimizer_params`.
+def configured_params(cfg: CfgNode, model: nn.Module) -> list[dict[str, Any]]:
+    """`get_sw_optimizer_params` by the keys of SOLVER.
 
     Raises:
         UserError: SOLVER.WEIGHT_DECAY_IMPORTANCE is not a number.
@@ -105,17 +105,23 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
             f"SOLVER.WEIGHT_DECAY_IMPORTANCE {solver.WEIGHT_DECAY_IMPORTANCE!r} is not a number; "
             "in YAML, 1e-4 is written 1.0e-4"
         )
+    return get_sw_optimizer_params(
+        model,
+        base_lr=solver.BASE_LR,
+        weight_decay_norm=solver.WEIGHT_DECAY_NORM,
+        bias_lr_factor=solver.BIAS_LR_FACTOR,
+        weight_decay_bias=solver.WEIGHT_DECAY_BIAS,
+        weight_decay_importance=solver.WEIGHT_DECAY_IMPORTANCE,
+        importance_lr_factor=solver.IMPORTANCE_LR_FACTOR,
+        head_lr_factor=solver.HEAD_LR_FACTOR,
+    )
+
+
+def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD as in Detectron2, with the keys of SOLVER, over `configured_params`."""
+    solver = cfg.SOLVER
     optimizer = torch.optim.SGD(
-        get_sw_optimizer_params(
-            model,
-            base_lr=solver.BASE_LR,
-            weight_decay_norm=solver.WEIGHT_DECAY_NORM,
-            bias_lr_factor=solver.BIAS_LR_FACTOR,
-            weight_decay_bias=solver.WEIGHT_DECAY_BIAS,
-            weight_decay_importance=solver.WEIGHT_DECAY_IMPORTANCE,
-            importance_lr_factor=solver.IMPORTANCE_LR_FACTOR,
-            head_lr_factor=solver.HEAD_LR_FACTOR,
-        ),
+        configured_params(cfg, model),
         lr=solver.BASE_LR,
         momentum=solver.MOMENTUM,
         nesterov=solver.NESTEROV,

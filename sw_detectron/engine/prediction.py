@@ -82,8 +82,7 @@ def predict(args: argparse.Namespace) -> None:
     folder = Path(args.output)
     _prepare(folder)
     paths = output_paths(media, folder)
-    has_classes = args.config_file or "DATASETS.TEST" in overrides
-    metadata = find_metadata(cfg) if has_classes else carried_metadata(cfg.MODEL.WEIGHTS)
+    metadata = _metadata(cfg, carried=not args.config_file and "DATASETS.TEST" not in overrides)
     predictor = Predictor(cfg, metadata, args.confidence)
     predictor.load(cfg.MODEL.WEIGHTS)
 
@@ -179,7 +178,7 @@ class Predictor:
             raise UserError(
                 f"the model gives {', '.join(outputs)} alone; what can be shown is {known}"
             )
-        if not task.class_names(self._metadata):
+        if task.labelled and not task.class_names(self._metadata):
             raise UserError(
                 f"data set {self._metadata.name!r} has no classes of {task.name}, which the model "
                 "knows: name the model's own in DATASETS.TEST"
@@ -207,6 +206,14 @@ def _split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
         if argument.split(".")[0] in sections and not os.path.exists(argument):
             return arguments[:i], arguments[i:]
     return arguments, []
+
+
+def _metadata(cfg: CfgNode, carried: bool) -> Metadata:
+    """Of the classes that the model knows, if it knows any: those of the weights' run, or of the
+    config's data sets."""
+    if not find_task(cfg).labelled:
+        return Metadata(name="")
+    return carried_metadata(cfg.MODEL.WEIGHTS) if carried else find_metadata(cfg)
 
 
 def find_metadata(cfg: CfgNode) -> Metadata:

@@ -18,6 +18,7 @@ from ..checkpoint.reading import fetched
 from ..cli import add_config_argument, make_parser
 from ..config import add_sw_config, default_output_dir, find_config, flatten, keys_of_user
 from ..data.check import check_dataset  # noqa: F401  beside the checks below
+from ..data.image_folders import register_configured_images
 from ..errors import UserError, one_line
 from ..task import all_tasks, find_task
 from .carried import adopt_config
@@ -80,6 +81,7 @@ def load_config(config_file: str, opts: list[str]) -> CfgNode:
         names = cfg.DATASETS[key]
         if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) for n in names):
             raise UserError(f"DATASETS.{key} {names!r} must be a list of names of data sets")
+    register_configured_images(cfg)
     for task in all_tasks():
         task.register_datasets(cfg)
         task.follow_data(cfg, given)

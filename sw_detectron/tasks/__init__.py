@@ -5,4 +5,5 @@ from . import (  # noqa: F401  they register themselves
     detection,
     domain_adaptation,
     segmentation,
+    style_transfer,
 )

@@ -9,7 +9,7 @@ from ...errors import UserError
 from ...task import register_task
 from ..segmentation import Segmentation
 from .config import add_adaptation_config
-from .data import register_adaptation_datasets, register_configured_images
+from .data import register_adaptation_datasets
 from .page import adaptation_sections
 from .shapes import register_shapes_adaptation
 from .trainer import DomainAdaptationTrainer
@@ -31,9 +31,6 @@ class DomainAdaptation(Segmentation):
 
     def add_config(self, cfg: CfgNode) -> None:
         add_adaptation_config(cfg)
-
-    def register_datasets(self, cfg: CfgNode) -> None:
-        register_configured_images(cfg)
 
     def page_sections(
         self, keys: Mapping, test_datasets: Sequence[str], folder: Path

@@ -8,8 +8,6 @@ def add_adaptation_config(cfg: CfgNode) -> None:
     # The data sets of the target domain, of which training sees the images alone. DATASETS.TRAIN
     # are the source.
     cfg.DATASETS.TARGET = ()
-    # Data sets of images alone, by name: each a folder.
-    cfg.DATASETS.IMAGE_FOLDERS = CfgNode(new_allowed=True)
     # Height and width that images of the source, and of the target and tests, are resized to.
     # Empty: they keep their size.
     cfg.INPUT.SOURCE_SIZE = []

@@ -1,15 +1,13 @@
-"""Source and target data sets: GTA5, the images of Cityscapes, and folders of images alone."""
+"""Source and target data sets: GTA5, and the images of Cityscapes."""
 
 import logging
 from pathlib import Path
 
-from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
 from ...data.check import image_size, progress
-from ...data.images import ImageFolder
+from ...data.image_folders import register_images
 from ...data.registration import datasets_root, register_dataset
-from ...errors import UserError
 from ..segmentation.data import load_records
 
 logger = logging.getLogger(__name__)
@@ -35,32 +33,6 @@ def register_adaptation_datasets() -> None:
         evaluator_type="sem_seg",
     )
     register_images("cityscapes_images_train", str(root / "cityscapes/leftImg8bit/train"), None)
-
-
-def register_configured_images(cfg: CfgNode) -> None:
-    """Register the data sets of images alone that DATASETS.IMAGE_FOLDERS describes.
-
-    Raises:
-        UserError: one is described by something else than a folder.
-    """
-    for name, folder in cfg.DATASETS.IMAGE_FOLDERS.items():
-        if not isinstance(folder, str):
-            raise UserError(f"DATASETS.IMAGE_FOLDERS.{name} {folder!r} must be a folder of images")
-        register_images(name, folder, f"set DATASETS.IMAGE_FOLDERS.{name} to a folder of images")
-
-
-def register_images(name: str, folder: str, remedy: str | None) -> None:
-    """Register a data set of all images below a folder.
-
-    Args:
-        remedy: what to do if it is not there, if not to set DETECTRON2_DATASETS.
-    """
-    register_dataset(
-        name,
-        lambda: [{"file_name": str(file)} for file in ImageFolder(folder).files],
-        image_root=folder,
-        remedy=remedy,
-    )
 
 
 def load_gta5(name: str, images: Path, labels: Path) -> list[dict]:
