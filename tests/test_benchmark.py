@@ -306,9 +306,11 @@ def test_host_time_of_each_layer(tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_models(model):
     # Convolutions in bfloat16 take minutes on a CPU without instructions for them.
-    options = {"batch": 1, "size": (65, 65), "amp": model == "resnet50", "thin": True}
+    options = {"batch": 1 + (model == "padded"), "size": (65, 65), "thin": True}
+    options["amp"] = model == "resnet50"
     results = benchmark_models([model], CPU, **options, rounds=1, warmup=1)
     placements = {"resnet50": ["BN", "2 x SW"], "mask_rcnn": ["BN", "3 x SW"]}
+    placements["padded"] = ["BN", *(f"3 x SW {p}" for p in ("counted", "ignored", "zeroed"))]
     placements = placements.get(model, ["BN", "7 x SW", "14 x SW"])
     assert [result.contender for result in results] == placements
     assert all(result.memory["peak_gb"] > 0 for result in results)

@@ -10,7 +10,8 @@ from detectron2.data import transforms as T
 from detectron2.data.detection_utils import read_image
 from detectron2.export import scripting_with_instances
 from detectron2.modeling import build_backbone, build_model
-from detectron2.structures import Boxes, ImageList
+from detectron2.structures import BitMasks, Boxes, ImageList, Instances
+from detectron2.utils.events import EventStorage
 from helpers.detectors import SHAPES, SMALL, images, trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from sw_detectron import SwitchWhiten2d
 from sw_detectron.checkpoint import Checkpointer
 from sw_detectron.engine import load_config
+from sw_detectron.layers.padding import ImageSizes
 from sw_detectron.modeling.calibration import PooledMoments, calibrated_layers
+from sw_detectron.modeling.padding import _note as note_sizes
+from sw_detectron.modeling.padding import _with_border as with_border
 from sw_detectron.modeling.padding import set_padding
 
 SCORES = 1e-5
@@ -123,6 +127,39 @@ def test_an_unpadded_batch_is_as_it_was(padding):
         found = backbone_maps(make_model(padding).backbone, inputs)
     for level, map_ in expected.items():
         assert torch.equal(found[level], map_)
+
+
+@pytest.mark.parametrize("padding", ["counted", "ignored", "zeroed"])
+def test_a_detector_trains_on_images_of_different_sizes(padding):
+    model = make_model(padding).train()
+    inputs = images((64, 80), (96, 64))
+    for x in inputs:
+        size = x["image"].shape[1:]
+        objects = Instances(size, gt_boxes=Boxes(torch.tensor([[8.0, 8.0, size[1], size[0]]])))
+        objects.gt_classes = torch.tensor([1])
+        objects.gt_masks = BitMasks(torch.ones(1, *size, dtype=torch.bool))
+        x["instances"] = objects
+    with EventStorage():
+        losses = model(inputs)
+    sum(losses.values()).backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_the_gradient_of_a_repeated_border():
+    """That of the last row and column is what comes to them and to their copies."""
+    sizes = ImageSizes(((20, 32), (32, 12)), 32, 32)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+    noted = x * 1
+    note_sizes(noted, sizes)
+    weight = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    (found,) = torch.autograd.grad((with_border(noted) * weight).sum(), x)
+    expected = weight.clone()
+    expected[0, :, 4] += weight[0, :, 5]  # 20 of 32 pixels are 5 of 8 rows
+    expected[0, :, 5] = 0
+    expected[1, :, :, 2] += weight[1, :, :, 3]
+    expected[1, :, :, 3] = 0
+    assert torch.equal(found, expected)
 
 
 def gradients(model, inputs):

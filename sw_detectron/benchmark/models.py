@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..engine import load_config
 from ..errors import UserError
 from ..layers import SwitchWhiten2d
+from ..layers.padding import PADDINGS
 from ..modeling import replace_norms
 from .arguments import MEMORY_FORMATS, Shape, format_shape
 from .results import BASELINE, Result
@@ -24,6 +25,7 @@ MODELS = {  # images, height and width by default: on a CPU and on a GPU
     "resnet50": ((8, 224, 224), (64, 224, 224)),
     "mask_rcnn": ((1, 320, 320), (2, 800, 1216)),
     "semantic": ((2, 233, 233), (2, 713, 713)),  # Cityscapes' crops
+    "padded": ((2, 320, 320), (2, 800, 1216)),  # Mask R-CNN, whose last image is smaller
 }
 MASK_RCNN_CONFIG = "mask_rcnn_R50_FPN_SW_2x.yaml"
 THIN_CONFIG = "shapes_mask_rcnn_R18_FPN_SW.yaml"
@@ -43,7 +45,7 @@ def benchmark_models(
     thin: bool = False,
 ) -> list[Result]:
     """Training steps with BN everywhere, and with SW at the seven layers of the paper's ResNet-50;
-    for segmentation at its fourteen too.
+    for segmentation at its fourteen too, and for padded images with each MODEL.SW.PADDING.
 
     A step is a forward pass, a backward pass and an update by SGD, on random images. In one
     process, as here, SyncBN is BN.
@@ -69,22 +71,31 @@ def benchmark_models(
             _detectron2_loss, THIN_CONFIG if thin else MASK_RCNN_CONFIG, _random_instances
         ),
         "semantic": partial(_detectron2_loss, SEMANTIC_CONFIG, _random_labels),
+        "padded": partial(
+            _detectron2_loss, THIN_CONFIG if thin else MASK_RCNN_CONFIG, _random_instances
+        ),
     }
     results = []
     for model in models:
         images, *sides = MODELS[model][device.type == "cuda"]
         shape = (batch or images, 3, *(size or sides))
         case = f"{model}{' compiled' if compiler else ''} {format_shape(shape)}"
-        placements = ["none", "imagenet"] + ["segmentation"] * (model == "semantic")
+        contenders = [("none", ""), ("imagenet", "")]
+        if model == "semantic":
+            contenders.append(("segmentation", ""))
+        if model == "padded":
+            contenders = [("none", "counted"), *(("imagenet", padding) for padding in PADDINGS)]
         for name in memory_formats:
             networks, losses, steps = {}, {}, {}
-            for placement in placements:
+            for placement, padding in contenders:
                 torch.manual_seed(0)
-                network, loss = makers[model](placement, shape, device, MEMORY_FORMATS[name])
+                network, loss = makers[model](
+                    placement, padding, shape, device, MEMORY_FORMATS[name]
+                )
                 if compiler:
                     network.compile(backend=compiler)
                 count = sum(isinstance(module, SwitchWhiten2d) for module in network.modules())
-                contender = f"{count} x SW" if count else BASELINE
+                contender = f"{count} x SW {padding}".strip() if count else BASELINE
                 networks[contender] = network
                 losses[contender] = partial(_autocast, loss, device, amp)
                 steps[contender] = _training_step(network, losses[contender])
@@ -100,6 +111,7 @@ def benchmark_models(
 def _classifier_loss(
     num_stages: int,
     placement: str,
+    padding: str,
     shape: Shape,
     device: torch.device,
     memory_format: torch.memory_format,
@@ -118,6 +130,7 @@ def _detectron2_loss(
     config: str,
     targets: Callable[[CfgNode, tuple[int, int]], dict],
     placement: str,
+    padding: str,
     shape: Shape,
     device: torch.device,
     memory_format: torch.memory_format,
@@ -126,13 +139,19 @@ def _detectron2_loss(
 
     Args:
         targets: gives the entries of an image's input that are to be learned, for a size (H, W).
+        padding: MODEL.SW.PADDING, of images of which the last has three quarters of the height and
+            width; or empty, for images of one size.
     """
     overrides = ["MODEL.SW.PLACEMENT", placement, "MODEL.DEVICE", str(device)]
+    overrides += ["MODEL.SW.PADDING", padding] * bool(padding)
+    sizes = [shape[2:]] * shape[0]
+    if padding:
+        sizes[-1] = tuple(side * 3 // 4 for side in shape[2:])
     cfg = load_config(config, overrides)
     model = build_model(cfg).to(memory_format=memory_format).train()
     inputs = [
-        {"image": torch.randint(256, shape[1:], dtype=torch.uint8), **targets(cfg, shape[2:])}
-        for _ in range(shape[0])
+        {"image": torch.randint(256, (3, *size), dtype=torch.uint8), **targets(cfg, size)}
+        for size in sizes
     ]
 
     def loss() -> Tensor:

@@ -206,11 +206,11 @@ def _with_border(x: Tensor) -> Tensor:
     if extent is None:
         return x
     x = x.clone()
-    for image, (rows, columns) in zip(x, extent.sides):
+    for image, (rows, columns) in enumerate(extent.sides):
         if 0 < rows < x.shape[2]:
-            image[:, rows] = image[:, rows - 1]
+            x[image, :, rows] = x[image, :, rows - 1]
         if 0 < columns < x.shape[3]:
-            image[:, :, columns] = image[:, :, columns - 1]
+            x[image, :, :, columns] = x[image, :, :, columns - 1]
     return x
 
 
