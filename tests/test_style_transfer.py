@@ -217,6 +217,15 @@ def test_the_losses_of_the_style_itself_are_none():
     assert other["loss_style"] > 1
 
 
+def test_losses_are_where_their_network_is():
+    """A second criterion shares the network of the first, which is on a GPU then."""
+    network = LossNetwork(("relu1_1",)).to("meta")
+    layers = ["relu1_1"]
+    loss = PerceptualLoss(network, pictures(3, 8, 8), layers, layers, (1.0, 1.0, 1.0), MEAN, STD)
+    assert all(buffer.is_meta for buffer in loss.buffers())
+    assert loss.features(torch.zeros(1, 3, 8, 8, device="meta"))["relu1_1"].is_meta
+
+
 def test_random_filters_are_the_same_in_all_runs_and_keep_the_scale():
     networks = []
     for seed in (0, 1):

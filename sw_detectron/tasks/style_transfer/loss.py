@@ -105,7 +105,7 @@ class PerceptualLoss(nn.Module):
     """What is left of content, and what is missing of style, in stylized images.
 
     Args:
-        network: whose features are compared.
+        network: whose features are compared; the losses begin on its device.
         style: (3, h, w), the style's image, in 0..255.
         content_layers, style_layers: of the network.
         weights: factors of the losses of content and of style, and of total variation.
@@ -127,8 +127,9 @@ class PerceptualLoss(nn.Module):
         self._content_layers = content_layers
         self._style_layers = style_layers
         self._weights = weights
-        self.register_buffer("_mean", torch.tensor(pixel_mean).view(-1, 1, 1))
-        self.register_buffer("_std", torch.tensor(pixel_std).view(-1, 1, 1))
+        device = next(network.parameters()).device  # the network may be in use already
+        for name, values in (("_mean", pixel_mean), ("_std", pixel_std)):
+            self.register_buffer(name, torch.tensor(values, device=device).view(-1, 1, 1))
         features = self.features(style[None].to(self._mean))
         self._grams = {layer: gram_matrix(features[layer]) for layer in style_layers}
 
