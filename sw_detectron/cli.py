@@ -8,17 +8,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .errors import UserError
+import torch
+
+from .errors import UserError, one_line
 
 INTERRUPTED = 130  # the exit status of a program that Ctrl-C ended, as shells have it
 
 
 def run(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
-    """Call `main(args)`; a `UserError` ends the program as `fail` does, Ctrl-C with status 130."""
+    """Call `main(args)`; a `UserError`, or a GPU without the memory, ends the program as `fail`
+    does, Ctrl-C with status 130."""
     try:
         main(args)
     except UserError as error:
         fail(error)
+    except torch.OutOfMemoryError as error:
+        fail(f"{one_line(error)} Take fewer or smaller images at once")
     except KeyboardInterrupt:
         interrupted()
 

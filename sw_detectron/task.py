@@ -86,7 +86,8 @@ class Task:
         """A function from a picture (H, W, 3), uint8, BGR, to the model's outputs.
 
         It may have a method `batch`, of several pictures at once, which gives a list of the outputs
-        that it gives of each alone. Its attribute `model` is the model, with the weights of
+        that it gives of each alone, and a method `check`, which raises a `UserError` for a picture
+        that it does not take. Its attribute `model` is the model, with the weights of
         MODEL.WEIGHTS or, if that is empty, with those that it was initialized with.
 
         Args:

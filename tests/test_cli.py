@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from sw_detectron.cli import (
     add_config_argument,
@@ -80,6 +81,15 @@ def test_types_of_arguments(parse, text, value):
             parse(text)
     else:
         assert parse(text) == value
+
+
+def test_a_lack_of_memory_is_one_line(capsys):
+    def main(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore of it.")
+
+    code, _ = ending(main, capsys)
+    assert "error: CUDA out of memory. Tried to allocate 9 GiB." in code
+    assert "\n" not in code and "smaller images" in code
 
 
 def test_config_has_two_flags():

@@ -26,6 +26,9 @@ class Dark:
     def load(self, weights):
         pass
 
+    def check(self, frame, path):
+        pass
+
     def __call__(self, frames):
         return [self.darken(frame) for frame in frames]
 

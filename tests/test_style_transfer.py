@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import build_model
 from helpers.runs import TRAIN_NET, check_killed_run_resumes_to_the_same_result, refuse, run
 from PIL import Image
@@ -19,6 +19,7 @@ from torchvision.models import vgg16
 from sw_detectron import SwitchWhiten2d, UserError
 from sw_detectron.data import register_shapes
 from sw_detectron.data.images import read_image
+from sw_detectron.data.registration import register_dataset
 from sw_detectron.engine import load_config
 from sw_detectron.engine.prediction import Predictor
 from sw_detectron.task import find_task
@@ -32,6 +33,7 @@ from sw_detectron.tasks.style_transfer.loss import (
     total_variation,
 )
 from sw_detectron.tasks.style_transfer.network import StylizingNetwork
+from sw_detectron.tasks.style_transfer.page import _evaluated as evaluated_iterations
 from sw_detectron.tasks.style_transfer.painting import painting
 from sw_detectron.tasks.style_transfer.trainer import StyleTransferTrainer, build_criterion
 
@@ -314,6 +316,15 @@ def test_the_styles_image_is_as_long_as_asked_for(tmp_path):
     assert style.flatten(1).unique(dim=1).flatten().tolist() == [10, 200, 30]
 
 
+def test_a_style_that_is_too_narrow_is_refused(tmp_path):
+    Image.new("RGB", (1000, 20)).save(tmp_path / "narrow.png")
+    cfg = load_config(SHAPES, ["MODEL.STYLE.IMAGE", str(tmp_path / "narrow.png")])
+    with pytest.raises(UserError, match="MODEL.STYLE.IMAGE .*256 x 5 pixels.*IMAGE_SIZE"):
+        style_tensor(cfg)
+    cfg.MODEL.STYLE.IMAGE_SIZE = 800
+    assert style_tensor(cfg).shape == (3, 16, 800)
+
+
 def test_the_painting_is_the_same_picture_at_each_size():
     small, large = painting(64), painting(256)
     assert (painting(64) == small).all()
@@ -323,7 +334,7 @@ def test_the_painting_is_the_same_picture_at_each_size():
     assert len(np.unique(large.reshape(-1, 3), axis=0)) > 100
 
 
-def test_a_folder_of_content_is_trained_on_unless_the_user_says_otherwise(tmp_path):
+def test_a_folder_of_content_is_trained_on_unless_the_user_says_otherwise(tmp_path, caplog):
     for number in range(5):
         Image.new("RGB", (20, 20)).save(tmp_path / f"{number}.png")
     cfg = load_config(SHAPES, ["DATASETS.CONTENT_FOLDER", str(tmp_path)])
@@ -332,6 +343,24 @@ def test_a_folder_of_content_is_trained_on_unless_the_user_says_otherwise(tmp_pa
     assert len(DatasetCatalog.get("content_images")) == 5
     overrides = ["DATASETS.CONTENT_FOLDER", str(tmp_path), "DATASETS.TEST", "('shapes_val',)"]
     assert load_config(SHAPES, overrides).DATASETS.TEST == ("shapes_val",)
+    assert "DATASETS.CONTENT_FOLDER is not in DATASETS.TEST" in caplog.text
+    assert "DATASETS.TRAIN" not in caplog.text
+    detector = load_config("shapes_mask_rcnn_R18_FPN_SW.yaml", overrides[:2])
+    assert detector.DATASETS.TRAIN == ("shapes_train",)
+
+
+def test_images_with_any_labels_are_content(tmp_path):
+    for name, annotations in (("a", []), ("b", [{"category_id": 0}]), ("c", None)):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{name}.png")
+        record = {"file_name": str(tmp_path / f"{name}.png"), "width": 40, "height": 40}
+        record |= {} if annotations is None else {"annotations": annotations}
+        register_dataset(f"content_{name}", lambda record=record: [record])
+    MetadataCatalog.get("content_a").set(thing_classes=["x"])
+    MetadataCatalog.get("content_b").set(thing_classes=["y"])
+    names = "('content_a','content_b','content_c')"
+    cfg = load_config(SHAPES, ["DATASETS.TRAIN", names, *SMALL, "SOLVER.IMS_PER_BATCH", "3"])
+    batch = next(iter(StyleTransferTrainer.build_train_loader(cfg)))
+    assert sorted(x["file_name"][-5] for x in batch) == ["a", "b", "c"]
 
 
 def test_frames_are_in_bgr():
@@ -407,8 +436,8 @@ def test_the_network_traces_and_compiles(trained):
     network = trained[1].network
     images, other = pictures(1, 3, 32, 48), pictures(1, 3, 40, 24)
     traced = torch.jit.trace(network, images, check_trace=False)
-    torch.testing.assert_close(traced(images), network(images), **PIXELS)
-    torch.testing.assert_close(traced(other), network(other), **PIXELS)
+    for x in (images, other, pictures(1, 3, 45, 31), pictures(1, 3, 5, 7)):
+        torch.testing.assert_close(traced(x), network(x), **PIXELS)
     torch.compiler.reset()
     compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(images), network(images), **PIXELS)
@@ -437,6 +466,8 @@ def test_the_network_as_onnx_stylizes_images_of_other_sizes(trained, tmp_path):
         ("MODEL.STYLE.LOSS_NETWORK none.pth", "'none.pth' does not exist.*vgg16-397923af.pth"),
         ("MODEL.STYLE.IMAGE none.png", "MODEL.STYLE.IMAGE 'none.png' does not exist"),
         ("MODEL.STYLE.STYLE_LAYERS ['relu3_4']", "VGG-16 has no relu3_4; there are relu1_1"),
+        ("MODEL.STYLE.STYLE_LAYERS []", "MODEL.STYLE.STYLE_LAYERS is empty.*STYLE_WEIGHT to 0.0"),
+        ("MODEL.STYLE.CONTENT_LAYERS []", "MODEL.STYLE.CONTENT_LAYERS is empty.*CONTENT_WEIGHT"),
         ("MODEL.STYLE.OUTPUT sigmoid", "MODEL.STYLE.OUTPUT 'sigmoid' is none of tanh, none"),
         ("MODEL.STYLE.STYLE_WEIGHT -1.0", "MODEL.STYLE.STYLE_WEIGHT -1.0 must be 0 or more"),
         ("DATASETS.CONTENT_FOLDER none/", "set DATASETS.CONTENT_FOLDER to a folder of images"),
@@ -468,6 +499,9 @@ def test_a_run_has_a_page_and_its_weights_stylize_a_video(tmp_path, datasets):
     page = (folder / "report.html").read_text()
     assert "<h2>Stylized images</h2>" in page
     assert "No page" not in (folder / "log.txt").read_text()
+    # Pictures of an earlier run in the folder are not this run's.
+    (folder / "inference/0000005").mkdir()
+    assert evaluated_iterations(folder) == {4, 6}
 
     video = cv2.VideoWriter(
         str(tmp_path / "in.mp4"), cv2.VideoWriter_fourcc(*"mp4v"), 5.0, (40, 24)
@@ -477,8 +511,20 @@ def test_a_run_has_a_page_and_its_weights_stylize_a_video(tmp_path, datasets):
     video.release()
     predict = [TRAIN_NET[0], TRAIN_NET[1].replace("train_net", "predict"), str(tmp_path / "in.mp4")]
     weights = str(folder / "model_final.pth")
-    done = run([*predict, "--weights", weights, "--output", str(tmp_path / "out")], datasets)
-    assert done.returncode == 0, done.stderr[-2000:]
+    Image.new("RGB", (60, 50)).save(tmp_path / "large.png")
+    predict += [
+        str(tmp_path / "large.png"),
+        "--weights",
+        weights,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    done = run([*predict, "MODEL.STYLE.MAX_PIXELS", "1000"], datasets)
+    # What is too large is named, and the rest is done.
+    assert done.returncode == 1, done.stderr[-2000:]
+    (line,) = [x for x in done.stderr.splitlines() if "error: " in x]
+    assert "large.png': a picture of 60 x 50 pixels" in line
+    assert not (tmp_path / "out/large.png").exists()
     assert cv2.VideoCapture(str(tmp_path / "out/in.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 3
     assert json.loads((tmp_path / "out/predictions.json").read_text()) == []
 

@@ -91,6 +91,7 @@ def predict(args: argparse.Namespace) -> None:
 
     def pictures(index: int, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         for some in _batches(frames, args.batch):
+            predictor.check(some[0], media[index].path)
             for results, picture in predictor(some):
                 found[index].append(results)
                 progress.update()
@@ -106,8 +107,11 @@ def predict(args: argparse.Namespace) -> None:
             frames = {}
             for index in some:
                 with _listed(unreadable):
-                    (frames[index],) = media[index]
-            for index, (results, picture) in zip(frames, predictor([*frames.values()])):
+                    (frame,) = media[index]
+                    predictor.check(frame, media[index].path)
+                    frames[index] = frame
+            predictions = predictor([*frames.values()]) if frames else []
+            for index, (results, picture) in zip(frames, predictions):
                 write_picture(picture, paths[index])
                 found[index].append(results)
                 progress.update()
@@ -154,6 +158,18 @@ class Predictor:
         elif not os.path.isfile(weights):
             raise UserError(f"weights {weights!r} do not exist")
         Checkpointer(self._predict.model, cfg=self._cfg).load(weights)
+
+    def check(self, frame: np.ndarray, path: Path) -> None:
+        """The model takes a picture (H, W, 3) of a file.
+
+        Raises:
+            UnreadableMedia: it does not.
+        """
+        if hasattr(self._predict, "check"):
+            try:
+                self._predict.check(frame)
+            except UserError as error:
+                raise UnreadableMedia(f"{str(path)!r}: {error}") from None
 
     def __call__(self, frames: Sequence[np.ndarray]) -> list[tuple[list[dict], np.ndarray]]:
         """Detect, and draw; see `Task.results`.

@@ -7,8 +7,9 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
-from ...task import Task, register_task
+from ...task import Task, find_task, register_task
 from .config import add_style_config, follow_content, register_coco_images, register_content
+from .data import SHORTEST_SIDE
 from .evaluator import to_frame
 from .model import OUTPUTS, StyleTransfer
 from .page import style_sections
@@ -25,8 +26,8 @@ class StyleTransferTask(Task):
     labelled = False
     trainer = StyleTransferTrainer
     lowest = {
-        "INPUT.CONTENT_SIZE": 16,
-        "MODEL.STYLE.IMAGE_SIZE": 16,
+        "INPUT.CONTENT_SIZE": SHORTEST_SIDE,
+        "MODEL.STYLE.IMAGE_SIZE": SHORTEST_SIDE,
         "MODEL.STYLE.CHANNELS": 1,
         "MODEL.STYLE.NUM_BLOCKS": 0,
         "MODEL.STYLE.MAX_PIXELS": 1,
@@ -43,7 +44,8 @@ class StyleTransferTask(Task):
         register_content(cfg)
 
     def follow_data(self, cfg: CfgNode, given: Collection[str]) -> None:
-        follow_content(cfg, given)
+        if find_task(cfg) is self:
+            follow_content(cfg, given)
 
     def build_predictor(self, cfg: CfgNode, confidence: float) -> Callable[[np.ndarray], dict]:
         return StylePredictor(cfg)

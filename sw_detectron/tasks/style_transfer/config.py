@@ -1,11 +1,14 @@
 """The config keys of style transfer."""
 
+import logging
 from collections.abc import Collection
 
 from detectron2.config import CfgNode
 
 from ...data.image_folders import register_images
 from ...data.registration import datasets_root
+
+logger = logging.getLogger(__name__)
 
 CONTENT = "content_images"
 """The data set of DATASETS.CONTENT_FOLDER."""
@@ -29,8 +32,9 @@ def add_style_config(cfg: CfgNode) -> None:
     cfg.MODEL.STYLE.CHANNELS = 32
     cfg.MODEL.STYLE.NUM_BLOCKS = 5
     cfg.MODEL.STYLE.OUTPUT = "tanh"
-    # The largest picture that is stylized after training, in pixels; memory is in proportion.
-    cfg.MODEL.STYLE.MAX_PIXELS = 8_000_000
+    # The largest picture that is stylized after training, in pixels, of which a million want about
+    # a gigabyte of memory.
+    cfg.MODEL.STYLE.MAX_PIXELS = 4_000_000
     # The loss network's weights, torchvision's file of VGG-16; or random, for fixed random filters.
     cfg.MODEL.STYLE.LOSS_NETWORK = "vgg16-397923af.pth"
     # What is compared there: ReLUs after the convolutions of the five groups.
@@ -68,3 +72,8 @@ def follow_content(cfg: CfgNode, given: Collection[str]) -> None:
     for key, name in (("TRAIN", CONTENT), ("TEST", f"{CONTENT}[:4]")):
         if f"DATASETS.{key}" not in given:
             cfg.DATASETS[key] = (name,)
+        elif not any(CONTENT in known for known in cfg.DATASETS[key]):
+            logger.warning(
+                f"DATASETS.CONTENT_FOLDER is not in DATASETS.{key}, which is {cfg.DATASETS[key]}: "
+                f"set it to \"('{name}',)\" for the folder"
+            )

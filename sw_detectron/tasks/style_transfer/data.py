@@ -13,6 +13,9 @@ from ...data.images import read_image
 from ...errors import UserError
 from .painting import painting
 
+SHORTEST_SIDE = 16
+"""Pixels, of which four poolings of the loss network leave one."""
+
 
 class ContentMapper:
     """From the record of an image to an input of the model, a square of INPUT.CONTENT_SIZE.
@@ -49,8 +52,18 @@ def style_image(cfg: CfgNode) -> np.ndarray:
 
 
 def style_tensor(cfg: CfgNode) -> Tensor:
-    """The style's image with MODEL.STYLE.IMAGE_SIZE as its longer side, (3, h, w), in 0..255."""
+    """The style's image with MODEL.STYLE.IMAGE_SIZE as its longer side, (3, h, w), in 0..255.
+
+    Raises:
+        UserError: its shorter side is too short for the loss network.
+    """
     image = Image.fromarray(style_image(cfg))
-    factor = cfg.MODEL.STYLE.IMAGE_SIZE / max(image.size)
-    size = [max(1, round(factor * side)) for side in (image.height, image.width)]
+    longer = cfg.MODEL.STYLE.IMAGE_SIZE
+    size = [round(longer * side / max(image.size)) for side in (image.height, image.width)]
+    if min(size) < SHORTEST_SIDE:
+        raise UserError(
+            f"MODEL.STYLE.IMAGE {cfg.MODEL.STYLE.IMAGE!r}: of {longer} x {min(size)} pixels, it is "
+            f"too narrow; cut out a part of it, or raise MODEL.STYLE.IMAGE_SIZE until the shorter "
+            f"side has {SHORTEST_SIDE}"
+        )
     return functional.pil_to_tensor(functional.resize(image, size)).to(torch.float32)

@@ -1,5 +1,6 @@
-"""What style transfer is measured by: its losses on content that it was not trained on."""
+"""What style transfer is measured by: its losses on the content of a data set."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ class StyleEvaluator(DatasetEvaluator):
     def reset(self) -> None:
         self._sums: dict[str, float] = {}
         self._count = 0
+        self._shown: list[tuple[np.ndarray, np.ndarray]] = []
 
     def process(self, inputs: list[dict], outputs: list[dict]) -> None:
         for one, output in zip(inputs, outputs):
@@ -45,20 +47,20 @@ class StyleEvaluator(DatasetEvaluator):
             losses = self._criterion.to(stylized.device)(stylized[None], content[None])
             for name, loss in losses.items():
                 self._sums[name] = self._sums.get(name, 0.0) + float(loss)
-            # The first process has the first images.
-            if comm.is_main_process() and self._count < NUM_SHOWN:
-                self._write(content, "content")
-                self._write(stylized, self._stage())
+            if self._count < NUM_SHOWN:
+                self._shown.append((to_frame(content), to_frame(stylized)))
             self._count += 1
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Means over the images of all processes, and their sum; on the main process."""
-        parts = comm.gather((self._sums, self._count))
+        parts = comm.gather((self._sums, self._count, self._shown))
         if not comm.is_main_process():
             return {}
-        count = sum(number for _, number in parts)
-        names = dict.fromkeys(name for sums, _ in parts for name in sums)
-        losses = {n: sum(sums.get(n, 0.0) for sums, _ in parts) / count for n in names}
+        # The processes have the images one after the other.
+        self._write([pair for _, _, shown in parts for pair in shown][:NUM_SHOWN])
+        count = sum(number for _, number, _ in parts)
+        names = dict.fromkeys(name for sums, _, _ in parts for name in sums)
+        losses = {n: sum(sums.get(n, 0.0) for sums, _, _ in parts) / count for n in names}
         return {"style_transfer": losses | {"total_loss": sum(losses.values())}}
 
     def _stage(self) -> str:
@@ -67,10 +69,12 @@ class StyleEvaluator(DatasetEvaluator):
         # After the last iteration the storage has its number plus one already.
         return f"{min(get_event_storage().iter + 1, self._max_iter):07d}"
 
-    def _write(self, image: Tensor, name: str) -> None:
-        folder = self._folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        write_picture(to_frame(image), folder / f"{self._count}.png")
+    def _write(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        for number, pair in enumerate(pairs):
+            for name, frame in zip(("content", self._stage()), pair):
+                folder = self._folder / name
+                folder.mkdir(parents=True, exist_ok=True)
+                write_picture(frame, folder / f"{number}.png")
 
 
 def to_frame(image: Tensor) -> np.ndarray:

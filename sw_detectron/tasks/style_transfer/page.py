@@ -1,7 +1,7 @@
 """What the page of a run shows of style transfer: the style, and content as training went on."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from .evaluator import NUM_SHOWN
 logger = logging.getLogger(__name__)
 
 _MAX_STAGES = 4
+_EVALUATED = "style_transfer/total_loss"
 
 
 def style_sections(keys: Mapping, test_datasets: Sequence[str], folder: Path) -> dict[str, str]:
@@ -28,7 +29,7 @@ def style_sections(keys: Mapping, test_datasets: Sequence[str], folder: Path) ->
     if not isinstance(keys, CfgNode) or not (pictures / "content").is_dir():
         return {}
     try:
-        figure = stages_figure(style_image(keys), pictures, _last_iteration(folder))
+        figure = stages_figure(style_image(keys), pictures, _evaluated(folder))
     except (UserError, OSError) as error:
         logger.warning(f"No picture of stylized images: {error}")
         return {}
@@ -36,21 +37,24 @@ def style_sections(keys: Mapping, test_datasets: Sequence[str], folder: Path) ->
     return {"Stylized images": image_html(figure, "png", "image/png", text)}
 
 
-def _last_iteration(folder: Path) -> int:
-    """Of the run; the folder may have pictures of a longer one."""
-    iterations, _ = read_metrics(folder)["total_loss"]
-    return int(iterations[-1]) + 1
+def _evaluated(folder: Path) -> set[int]:
+    """After how many iterations this run was evaluated; the folder may have pictures of another."""
+    series = read_metrics(folder)
+    last = int(series["total_loss"][0][-1]) + 1
+    iterations = {i for key, (its, _) in series.items() if key.endswith(_EVALUATED) for i in its}
+    # The last evaluation comes after the last iteration, and is recorded with the next number.
+    return {min(int(i) + 1, last) for i in iterations}
 
 
-def stages_figure(style: np.ndarray, folder: Path, last: int) -> Figure:
+def stages_figure(style: np.ndarray, folder: Path, evaluated: Collection[int]) -> Figure:
     """The style above a row for each content image: as it is, and stylized at each stage.
 
     Args:
         style: (H, W, 3), uint8, RGB.
         folder: of `StyleEvaluator`'s pictures.
-        last: the iteration that is the last stage.
+        evaluated: the stages, by how many iterations had been done.
     """
-    stages = sorted(p.name for p in folder.iterdir() if p.name.isdigit() and int(p.name) <= last)
+    stages = [f"{number:07d}" for number in sorted(evaluated)]
     shown = np.linspace(0, len(stages) - 1, min(len(stages), _MAX_STAGES)).round().astype(int)
     rows = [n for n in range(NUM_SHOWN) if (folder / "content" / f"{n}.png").is_file()]
     columns = {"content": "content"} | {

@@ -20,8 +20,8 @@ class StylePredictor:
         self.model = build_model(cfg).eval()
         self._max_pixels = cfg.MODEL.STYLE.MAX_PIXELS
 
-    def __call__(self, frame: np.ndarray) -> dict[str, Tensor]:
-        """The stylized picture, `stylized` (3, H, W), RGB in 0..255, of one (H, W, 3), uint8, BGR.
+    def check(self, frame: np.ndarray) -> None:
+        """There is the memory for a picture (H, W, 3).
 
         Raises:
             UserError: it has more pixels than MODEL.STYLE.MAX_PIXELS.
@@ -32,6 +32,14 @@ class StylePredictor:
                 f"a picture of {width} x {height} pixels is larger than MODEL.STYLE.MAX_PIXELS "
                 f"{self._max_pixels}: make it smaller or, if there is the memory, raise that"
             )
+
+    def __call__(self, frame: np.ndarray) -> dict[str, Tensor]:
+        """The stylized picture, `stylized` (3, H, W), RGB in 0..255, of one (H, W, 3), uint8, BGR.
+
+        Raises:
+            UserError: see `check`.
+        """
+        self.check(frame)
         image = torch.from_numpy(frame[..., ::-1].copy()).permute(2, 0, 1)
         with torch.no_grad():
             (output,) = self.model([{"image": image}])

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import get_detection_dataset_dicts
 from detectron2.engine import TrainerBase
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.solver.build import maybe_add_gradient_clipping
 from torch import nn
+from torch.utils.data import DataLoader
 
+from ...data.sampler import build_resumable_train_loader
 from ...engine.optimizer import configured_params
 from ...engine.trainer import Trainer
+from ...errors import UserError
 from .data import ContentMapper, style_tensor
 from .evaluator import StyleEvaluator
 from .loss import PerceptualLoss, load_loss_network
@@ -37,6 +41,15 @@ class StyleTransferTrainer(Trainer):
         return maybe_add_gradient_clipping(cfg, optimizer)
 
     @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> DataLoader:
+        """Of images of any data sets, whose labels need not agree, or be there."""
+        dataset = get_detection_dataset_dicts(
+            cfg.DATASETS.TRAIN, filter_empty=False, check_consistency=False
+        )
+        mapper = cls.build_mapper(cfg, is_train=True)
+        return build_resumable_train_loader(cfg, mapper=mapper, dataset=dataset, seed=cfg.SEED)
+
+    @classmethod
     def build_mapper(cls, cfg: CfgNode, is_train: bool) -> Callable[[dict], dict]:
         return ContentMapper(cfg, is_train)
 
@@ -54,9 +67,16 @@ def build_criterion(cfg: CfgNode) -> PerceptualLoss:
     """The losses of MODEL.STYLE.
 
     Raises:
-        UserError: the loss network's weights or the style's image are not there, or do not fit.
+        UserError: the loss network's weights or the style's image are not there, or do not fit; or
+            there is nothing to compare.
     """
     keys = cfg.MODEL.STYLE
+    for kind in ("CONTENT", "STYLE"):
+        if not keys[f"{kind}_LAYERS"]:
+            raise UserError(
+                f"MODEL.STYLE.{kind}_LAYERS is empty: name a layer and, to train without that "
+                f"loss, set MODEL.STYLE.{kind}_WEIGHT to 0.0"
+            )
     layers = tuple(dict.fromkeys((*keys.CONTENT_LAYERS, *keys.STYLE_LAYERS)))
     return PerceptualLoss(
         load_loss_network(keys.LOSS_NETWORK, layers),
