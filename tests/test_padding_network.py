@@ -3,6 +3,7 @@
 import copy
 import logging
 import threading
+import warnings
 
 import pytest
 import torch
@@ -297,9 +298,20 @@ def test_a_model_can_be_changed_copied_and_scripted():
         "pred_classes": Tensor,
         "pred_masks": Tensor,
     }
-    scripted = scripting_with_instances(model, fields)
+    with pytest.warns(UserWarning, match="scripted, a model counts padding as pixels"):
+        scripted = scripting_with_instances(model, fields)
     found = scripted.inference(inputs, do_postprocess=False)[0]
     torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["counted", "ignored"])
+def test_a_trace_that_counts_padding_says_so(padding):
+    backbone = make_model(padding).backbone.bottom_up
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        torch.jit.trace(backbone, torch.randn(1, 3, 64, 64), strict=False, check_trace=False)
+    said = any("traced, a model counts padding" in str(warning.message) for warning in caught)
+    assert said == (padding != "counted")
 
 
 def test_a_checkpoint_says_what_it_was_trained_with(tmp_path, caplog):

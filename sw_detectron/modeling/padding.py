@@ -10,6 +10,7 @@ that activation checkpointing runs a module again with, in whatever thread.
 import functools
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ _NOTE = "_sw_detectron_image_sizes"
 _HANDLES = "_sw_detectron_padding_hooks"
 _CONVOLUTIONS = (nn.Conv2d, DeformConv, ModulatedDeformConv)
 _POOLINGS = (nn.MaxPool2d, nn.AvgPool2d)
+_COUNTS = "a model counts padding as pixels, whatever MODEL.SW.PADDING says"
 
 Maps = Tensor | dict[str, Tensor]
 
@@ -135,7 +137,11 @@ def _hooks(module: nn.Module, zeroed: bool, gives_zeros: bool) -> Iterator[Remov
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
-    """What torch.jit.script takes in the place of a module: sizes are not known there."""
+    """What torch.jit.script takes in the place of a module: sizes are not known there.
+
+    The module itself stays without hooks, too.
+    """
+    warnings.warn(f"scripted, {_COUNTS}; so this model does until set_padding", stacklevel=2)
     del module.__dict__["__prepare_scriptable__"]
     for handle in module.__dict__.pop(_HANDLES):
         handle.remove()
@@ -145,6 +151,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Say the sizes to the thread while a module runs."""
+    if torch.jit.is_tracing():
+        warnings.warn(f"traced, {_COUNTS}", stacklevel=2)
     if _is_recorded():
         return
     maps = list(_maps((args, kwargs)))
