@@ -141,7 +141,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
     The module itself stays without hooks, too.
     """
-    warnings.warn(f"scripted, {_COUNTS}; so this model does until set_padding", stacklevel=2)
+    left = "the model that was scripted does so too, until set_padding is called again"
+    warnings.warn(f"scripted, {_COUNTS}; {left}", stacklevel=2)
     del module.__dict__["__prepare_scriptable__"]
     for handle in module.__dict__.pop(_HANDLES):
         handle.remove()
@@ -151,9 +152,9 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Say the sizes to the thread while a module runs."""
-    if torch.jit.is_tracing():
-        warnings.warn(f"traced, {_COUNTS}", stacklevel=2)
     if _is_recorded():
+        if torch.jit.is_tracing():
+            warnings.warn(f"traced, {_COUNTS}", stacklevel=2)
         return
     maps = list(_maps((args, kwargs)))
     sizes = next(filter(None, map(_noted, maps)), None) or current_sizes()
