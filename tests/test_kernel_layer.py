@@ -3,6 +3,7 @@
 import itertools
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,6 +216,22 @@ def test_padding_takes_no_launch_more(training):
     half = len(launches) // 2
     assert half == (7 if training else 6)
     assert launches[:half] == launches[half:]
+
+
+def test_a_compiled_kernel_gets_its_arguments_in_its_own_order(monkeypatch):
+    monkeypatch.setattr(sys.modules[plan.Launch.__module__], "_direct", True)
+    given = []
+    compiled = SimpleNamespace(
+        run=lambda *arguments: given.extend(arguments), function=None, packed_metadata=None
+    )
+    names = ["x_ptr", "length", "eps", "G", "BLOCK"]
+    kernel = type("Kernel", (dict,), {"arg_names": names})()
+    kernel[3,] = lambda *_, **__: compiled
+    launch = plan.Launch(kernel, 3, 10, 0.5, num_warps=1, BLOCK=64, G=16)
+    launch(None, "x")
+    assert given == []  # compiled by Triton, which knows the names
+    launch(None, "x")
+    assert given[-5:] == ["x", 10, 0.5, 16, 64]
 
 
 def break_a_kernel(monkeypatch):

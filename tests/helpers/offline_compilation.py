@@ -2,11 +2,19 @@
 
 Run by itself, as Triton must not interpret kernels in the same process:
     python tests/helpers/offline_compilation.py BACKEND ARCHITECTURE WARP_SIZE
+It prints a line of JSON for each. For NVIDIA's GPUs it says what the kernel takes of a
+multiprocessor: registers and spilled bytes of a thread, shared memory in bytes.
 """
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
+import triton
 import triton.language as tl
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
@@ -61,6 +69,18 @@ def source(launch, pointers) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
+def resources(cubin: bytes) -> dict[str, int]:
+    """What a compiled kernel takes, as `cuobjdump`, which comes with Triton, reads it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", output).groups()
+    return {"registers": int(registers), "spilled": int(spilled)}
+
+
 def main() -> None:
     backend, architecture, warp_size = sys.argv[1:]
     architecture = int(architecture) if architecture.isdigit() else architecture
@@ -74,10 +94,15 @@ def main() -> None:
     def compile_once(launch, pointers):
         kernel = source(launch, pointers)
         options = launch.options(pointers)
-        options = {name: options[name] for name in ("num_warps", "num_stages")}
+        warps = {name: options[name] for name in ("num_warps", "num_stages")}
         if kernel.hash() not in done:
             done.add(kernel.hash())
-            compile_kernel(kernel, target=target, options=options)
+            compiled = compile_kernel(kernel, target=target, options=warps)
+            record = {"kernel": launch.kernel.__name__, "G": group, "dtype": str(dtype)}
+            record |= {"programs": launch.programs, "warps": warps["num_warps"]}
+            if backend == "cuda":
+                record |= {"shared": compiled.metadata.shared} | resources(compiled.asm["cubin"])
+            print(json.dumps(record), flush=True)
 
     set_backend("triton")
     for statistics, group, dtype, memory_format, training, padded in CASES:
@@ -86,7 +111,6 @@ def main() -> None:
         sizes = [(28, 14), (28, 28), (28, 28)] if padded else None
         with replaced_launches(compile_once), image_sizes(sizes, (28, 28)):
             layer(x.requires_grad_()).backward(torch.zeros_like(x))
-    print(len(done))
 
 
 if __name__ == "__main__":

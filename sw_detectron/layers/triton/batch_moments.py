@@ -5,16 +5,15 @@ from .extent import chunk_count
 from .launch import Launch
 
 
-@triton.jit(do_not_specialize=["samples", "groups", "chunks", "chunk_length", "length"])
-def _batch_moments_kernel(
-    chunk_mean_ptr,  # (N, g, chunks, G)
-    chunk_cov_ptr,  # (N, g, chunks, G, G)
-    batch_mean_ptr,  # (g, G)
-    batch_cov_ptr,  # (g, G, G), and behind it the number of pixels
-    mean_ptr,  # (N, g, G), None if the moments of samples are not asked for
-    cov_ptr,  # (N, g, G, G), likewise
-    extent_ptr,  # (N, 2), None if all pixels count
-    samples,
+@triton.jit
+def _row(
+    chunk_mean_ptr,
+    chunk_cov_ptr,
+    extent_ptr,
+    first,
+    number,
+    group,
+    row,
     groups,
     chunks,
     chunk_length,
@@ -24,21 +23,11 @@ def _batch_moments_kernel(
     GP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The covariance within the chunks plus that of their means, one row in each program.
+    """Mean (GP,) and a row of the covariance (GP,) of some samples, and their number of pixels.
 
-    First come the rows of the batch, then those of the samples.
+    The covariance within the chunks plus that of their means, ROWS chunks at a time.
     """
-    row = tl.program_id(0) % G
-    group = tl.program_id(0) // G % groups
-    which = tl.program_id(0) // G // groups
-    first = 0
-    number = samples
-    if which > 0:
-        first = which - 1
-        number = 1
-
     column = tl.arange(0, GP)
-    on_row = column == row
     parts = number * chunks
     origin = ((first * groups + group) * chunks).to(tl.int64)
     shift = tl.load(chunk_mean_ptr + origin * G + column, mask=column < G, other=0.0)
@@ -61,8 +50,8 @@ def _batch_moments_kernel(
     pixels = (number * 1.0) * length
     if extent_ptr is not None:
         pixels = tl.sum(counted, axis=0)
-    divisor = tl.maximum(pixels, 1.0)
-    center = shift + tl.sum(total, axis=0) / divisor
+    share = 1.0 / tl.maximum(pixels, 1.0)
+    center = shift + tl.sum(total, axis=0) * share
 
     scatter = tl.zeros((ROWS, GP), dtype=tl.float32)
     for start in range(0, parts, ROWS):
@@ -77,23 +66,84 @@ def _batch_moments_kernel(
         sample = first + tl.minimum(part, parts - 1) // chunks
         count = chunk_count(part % chunks, chunk_length, length, extent_ptr, sample, width)
         offset = tl.where(inside, mean - center[None, :], 0.0)
-        row_offset = tl.sum(tl.where(on_row[None, :], offset, 0.0), axis=1)
+        row_offset = tl.sum(tl.where((column == row)[None, :], offset, 0.0), axis=1)
         scatter += tl.where(inside, count[:, None] * (cov + row_offset[:, None] * offset), 0.0)
-    spread = tl.sum(scatter, axis=0) / divisor
+    return center, tl.sum(scatter, axis=0) * share, pixels
 
+
+@triton.jit(do_not_specialize=["samples", "groups", "chunks", "chunk_length", "length"])
+def _batch_moments_kernel(
+    chunk_mean_ptr,  # (N, g, chunks, G)
+    chunk_cov_ptr,  # (N, g, chunks, G, G)
+    batch_mean_ptr,  # (g, G)
+    batch_cov_ptr,  # (g, G, G), and behind it the number of pixels
+    mean_ptr,  # (N, g, G), None if the moments of samples are not asked for
+    cov_ptr,  # (N, g, G, G), likewise
+    extent_ptr,  # (N, 2), None if all pixels count
+    samples,
+    groups,
+    chunks,
+    chunk_length,
+    length,
+    width,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SAMPLE_ROWS: tl.constexpr,
+):
+    """One row in each program: first those of the batch, then those of the samples."""
+    row = tl.program_id(0) % G
+    group = tl.program_id(0) // G % groups
+    which = tl.program_id(0) // G // groups
+    column = tl.arange(0, GP)
     if which == 0:
-        tl.store(batch_mean_ptr + group * G + column, center, mask=on_row)
-        store_vector(batch_cov_ptr + (group * G + row) * G, spread, G, GP)
+        mean, cov, pixels = _row(
+            chunk_mean_ptr,
+            chunk_cov_ptr,
+            extent_ptr,
+            0,
+            samples,
+            group,
+            row,
+            groups,
+            chunks,
+            chunk_length,
+            length,
+            width,
+            G,
+            GP,
+            ROWS,
+        )
+        tl.store(batch_mean_ptr + group * G + column, mean, mask=column == row)
+        store_vector(batch_cov_ptr + (group * G + row) * G, cov, G, GP)
         tl.store(batch_cov_ptr + groups * G * G, pixels, mask=(group == 0) & (row == 0))
     else:
         if mean_ptr is not None:
+            mean, cov, _ = _row(
+                chunk_mean_ptr,
+                chunk_cov_ptr,
+                extent_ptr,
+                which - 1,
+                1,
+                group,
+                row,
+                groups,
+                chunks,
+                chunk_length,
+                length,
+                width,
+                G,
+                GP,
+                SAMPLE_ROWS,
+            )
             index = ((which - 1) * groups + group).to(tl.int64)
-            tl.store(mean_ptr + index * G + column, center, mask=on_row)
-            store_vector(cov_ptr + (index * G + row) * G, spread, G, GP)
+            tl.store(mean_ptr + index * G + column, mean, mask=column == row)
+            store_vector(cov_ptr + (index * G + row) * G, cov, G, GP)
 
 
 def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
     """Moments over all pixels of this rank (Eq. 2 without its ε), and over those of each sample."""
+    rows = map.rows["ROWS"]
     return Launch(
         _batch_moments_kernel,
         map.channels * (1 + map.samples if of_samples else 1),
@@ -104,4 +154,6 @@ def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
         map.length,
         map.width,
         **map.rows,
+        # A sample has few chunks where the batch has many samples.
+        SAMPLE_ROWS=min(rows, triton.next_power_of_2(chunks.number)),
     )

@@ -103,7 +103,17 @@ class Map(NamedTuple):
     def matrix(self) -> dict[str, int]:
         """G and GP of a kernel that works on one matrix in each program, and enough warps."""
         side = self.side
-        return {"G": self.num_pergroup, "GP": side, "num_warps": min(8, side // 4)}
+        return {"G": self.num_pergroup, "GP": side, "num_warps": {16: 2, 32: 8, 64: 8}[side]}
+
+    @property
+    def tile(self) -> dict[str, int]:
+        """G and GP of a kernel that works on tiles of pixels, and the fewest warps that hold one.
+
+        What every warp does for itself, such as addresses, and the tiles of a (GP, GP) sum that
+        only some warps are needed for, are then done the fewest times.
+        """
+        side = self.side
+        return {"G": self.num_pergroup, "GP": side, "num_warps": {16: 1, 32: 2, 64: 8}[side]}
 
     @property
     def rows(self) -> dict[str, int]:
@@ -128,13 +138,13 @@ class Chunks(NamedTuple):
 
 
 def mapping_chunks(map: Map) -> Chunks:
-    """For a kernel that maps pixels to pixels.
+    """For a kernel that maps pixels to pixels by a matrix that every program makes for itself.
 
-    A chunk has 16 GP pixels at most: enough to make its matrix cheap beside them, and the more
-    programs, the better they share the GPU.
+    Making it costs a program as much as some ten tiles: a chunk has 16 GP pixels at least. Of
+    longer ones there are enough that the first tiles of some programs are read while others make
+    their matrices.
     """
-    block = _tile_length(map.length, 64 if map.side == 64 else 128)
-    return _chunks(map.length, map.samples * map.groups, block, block, max(block, 16 * map.side))
+    return _chunks(map, map.samples, 16 * map.side, 2 * PROGRAMS)
 
 
 def summing_chunks(map: Map, most: int, samples: int | None = None) -> Chunks:
@@ -143,22 +153,16 @@ def summing_chunks(map: Map, most: int, samples: int | None = None) -> Chunks:
     A chunk is 16 GP pixels at least, so that its sum, 4 GP^2 bytes, is small beside its pixels,
     32 GP^2 bytes in a 16-bit dtype.
     """
-    matrices = (map.samples if samples is None else samples) * map.groups
     shortest = max(16 * map.side, triton.cdiv(map.length, most))
-    block = _tile_length(map.length, 64)
-    return _chunks(map.length, matrices, block, shortest, max(shortest, map.length))
+    return _chunks(map, map.samples if samples is None else samples, shortest, PROGRAMS)
 
 
-def _chunks(length: int, matrices: int, block: int, shortest: int, longest: int) -> Chunks:
-    """As many chunks as make `PROGRAMS` programs for `matrices` of them, within the bounds."""
-    pixels = min(max(triton.cdiv(length * matrices, PROGRAMS), shortest), longest)
-    pixels = triton.cdiv(pixels, block) * block
-    return Chunks(block, pixels, triton.cdiv(length, pixels))
-
-
-def _tile_length(length: int, largest: int) -> int:
-    """BLOCK, the pixels of a tile: no more than a small feature map has."""
-    return min(largest, max(16, triton.next_power_of_2(length)))
+def _chunks(map: Map, samples: int, shortest: int, programs: int) -> Chunks:
+    """As many chunks as make so many programs, but none shorter than `shortest`."""
+    block = min(64 if map.side < 64 else 32, max(16, triton.next_power_of_2(map.length)))
+    pixels = triton.cdiv(map.length * samples * map.groups, programs)
+    pixels = triton.cdiv(max(pixels, shortest), block) * block
+    return Chunks(block, pixels, triton.cdiv(map.length, pixels))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -267,58 +271,3 @@ def sum_matrix(matrix):
 def times(matrix, vector):
     """matrix @ vector, in true float32."""
     return tl.sum(matrix * vector[None, :], axis=1)
-
-
-# ---------------------------------------------------------------------------------------------
-# Newton's iteration
-# ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def newton(normalized, identity, iterates, T: tl.constexpr, SIZE: tl.constexpr):
-    """P_T of Newton's iteration P_k = (3 P - P^3 S) / 2 for S = `normalized`, of trace 1.
-
-    It is computed in the coupled form with Y = P S, from P_1 = M_0 on, as P_0 = I:
-
-        Y_k = Y_{k-1} M_{k-1},   M_k = (3 I - P_k Y_k) / 2,   P_{k+1} = M_k P_k,
-
-    the same sequence in exact arithmetic, but one that does not amplify rounding errors where the
-    matrix is ill-conditioned and T is large (Higham, Functions of Matrices, 2008, section 6.7).
-    Y_k and P_k are kept for k = 1 … T - 1, unless `iterates`, pointers to a tile of SIZE values,
-    is None.
-    """
-    step = 1.5 * identity - 0.5 * normalized
-    y = normalized
-    p = step
-    for k in range(T - 1):
-        y = tl.dot(y, step, input_precision="ieee")
-        if iterates is not None:
-            tl.store(iterates + 2 * k * SIZE, y)
-            tl.store(iterates + (2 * k + 1) * SIZE, p)
-        step = 1.5 * identity - 0.5 * tl.dot(p, y, input_precision="ieee")
-        p = tl.dot(step, p, input_precision="ieee")
-    return p
-
-
-@triton.jit
-def newton_backward(normalized, identity, iterates, grad_p, T: tl.constexpr, SIZE: tl.constexpr):
-    """The gradient with respect to S, not symmetrized, from that with respect to P_T.
-
-    Transposes are left out: every iterate is symmetric.
-    """
-    grad_y = tl.zeros_like(normalized)  # Y_T is not used
-    for k in range(T - 1):
-        y = tl.load(iterates + 2 * (T - 2 - k) * SIZE)
-        p = tl.load(iterates + (2 * (T - 2 - k) + 1) * SIZE)
-        step = 1.5 * identity - 0.5 * tl.dot(p, y, input_precision="ieee")
-        grad_step = tl.dot(y, grad_y, input_precision="ieee")
-        grad_step = tl.dot(grad_p, p, grad_step, input_precision="ieee")
-        half = -0.5 * grad_step
-        grad_p = tl.dot(step, grad_p, input_precision="ieee")
-        grad_p = tl.dot(half, y, grad_p, input_precision="ieee")
-        grad_y = tl.dot(grad_y, step, input_precision="ieee")
-        grad_y = tl.dot(p, half, grad_y, input_precision="ieee")
-    # P_1 = M_0 = (3 I - S) / 2 and Y_1 = S M_0.
-    grad_step = tl.dot(normalized, grad_y, grad_p, input_precision="ieee")
-    step = 1.5 * identity - 0.5 * normalized
-    return tl.dot(grad_y, step, -0.5 * grad_step, input_precision="ieee")

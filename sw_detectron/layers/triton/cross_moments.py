@@ -133,8 +133,6 @@ def cross_moments(map: Map, dy_strides: tuple[int, int, int], parts: Parts) -> L
         *dy_strides,
         *map.strides,
         OF_SAMPLE=parts.of_sample,
-        G=map.num_pergroup,
-        GP=map.side,
+        **map.tile,
         BLOCK=chunks.block,
-        num_warps=map.side // 16,  # as in `moments`
     )

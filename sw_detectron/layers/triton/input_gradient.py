@@ -159,8 +159,6 @@ def input_gradient(map: Map, dy_strides: tuple[int, int, int], options: Options)
         1.0 / map.length,
         1.0 / (map.samples * map.length),
         **positions(options.statistics),
-        G=map.num_pergroup,
-        GP=map.side,
+        **map.tile,
         BLOCK=chunks.block,
-        num_warps=4,
     )

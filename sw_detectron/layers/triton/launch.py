@@ -18,7 +18,7 @@ class Launch:
         programs: of the grid.
         numbers: in the order of the kernel's parameters.
         num_warps: of a program.
-        constants: likewise in their order.
+        constants: by name.
     """
 
     __slots__ = ("_compiled", "_constants", "_numbers", "_tail", "_warps", "kernel", "programs")
@@ -28,7 +28,8 @@ class Launch:
     ):
         self.kernel, self.programs = kernel, programs
         self._numbers, self._constants, self._warps = numbers, constants, num_warps
-        self._tail = (*numbers, *constants.values())
+        ordered = (constants[name] for name in kernel.arg_names if name in constants)
+        self._tail = (*numbers, *ordered)
         self._compiled = None
 
     def __call__(self, stream: int | None, *pointers: torch.Tensor | None) -> None:

@@ -48,7 +48,7 @@ def _moments_kernel(
     # The padding of the tile is zero, and counts in the sum only.
     shift = tl.sum(tile.to(tl.float32), axis=1) / first
 
-    total = tl.zeros((GP,), dtype=tl.float32)
+    total = tl.zeros((GP, BLOCK), dtype=tl.float32)
     scatter = tl.zeros((GP, GP), dtype=tl.float32)
     mixed = tl.zeros((GP, GP), dtype=tl.float32)
     for start in range(begin, end, BLOCK):
@@ -61,14 +61,14 @@ def _moments_kernel(
         if extent_ptr is not None:
             inside &= counts(extent_ptr, sample, pixel, width)
         tile = load_tile(rows, pixel, stride_pixel, in_group & inside[None, :])
-        total += tl.sum(deviation, axis=1)
+        total += deviation
         # deviation deviation^T = high high^T + high low^T + (high low^T)^T + negligible.
         high, low = split(deviation)
         scatter = tl.dot(high, tl.trans(high), scatter, input_precision=EXACT_PRODUCT)
         mixed = tl.dot(high, tl.trans(low), mixed, input_precision=EXACT_PRODUCT)
 
     scatter += mixed + tl.trans(mixed)
-    offset = total / count
+    offset = tl.sum(total, axis=1) / count
     cov = scatter / count - offset[:, None] * offset[None, :]
     # Rounding must not make the variance of a constant channel negative.
     diagonal = channel[:, None] == channel[None, :]
@@ -90,10 +90,6 @@ def moments(map: Map, chunks: Chunks) -> Launch:
         map.length,
         *map.strides,
         map.width,
-        G=map.num_pergroup,
-        GP=map.side,
+        **map.tile,
         BLOCK=chunks.block,
-        # The (GP, GP) sum has GP / 16 warps' worth of tensor core tiles: more warps would compute
-        # the same tiles again.
-        num_warps=map.side // 16,
     )

@@ -22,7 +22,7 @@ def _sum_importance(
     K: tl.constexpr,
 ):
     """The gradients of the importance weights."""
-    ROWS: tl.constexpr = 256
+    ROWS: tl.constexpr = 512
     slot = tl.arange(0, SLOTS)
     of_mean = tl.zeros((ROWS, SLOTS), dtype=tl.float32)
     of_cov = tl.zeros((ROWS, SLOTS), dtype=tl.float32)

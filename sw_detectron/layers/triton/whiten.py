@@ -11,7 +11,6 @@ from .common import (
     locate,
     mapping_chunks,
     multiply,
-    newton,
     store_matrix,
     store_tile,
     store_vector,
@@ -22,6 +21,7 @@ from .common import (
 )
 from .launch import Launch
 from .mixture import layer_moments, mix, omegas, positions, sample_moments
+from .newton import newton
 from .running import all_finite, move_matrix, move_vector
 
 
@@ -207,8 +207,6 @@ def whiten(map: Map, moment_chunks: int, moment_length: int, options: Options) -
         float(options.momentum),
         T=options.num_iterations,
         **positions(options.statistics),
-        G=map.num_pergroup,
-        GP=map.side,
+        **map.tile,
         BLOCK=chunks.block,
-        num_warps=4,
     )

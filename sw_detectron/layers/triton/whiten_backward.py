@@ -7,8 +7,6 @@ from .common import (
     identity_matrix,
     load_matrix,
     load_vector,
-    newton,
-    newton_backward,
     store_matrix,
     store_vector,
     sum_matrix,
@@ -17,6 +15,7 @@ from .common import (
 )
 from .launch import Launch
 from .mixture import LAST, SLOTS, inner_products, mix, omegas, place, positions
+from .newton import newton, newton_backward
 
 # Matrices that a program has on their way at a time.
 LOADS = tl.constexpr(8)
