@@ -1,8 +1,9 @@
 """Second launch of a training step: moments of the batch, and of samples, from those of chunks."""
 
-from .common import Chunks, Map, store_vector, tl, triton
+from .common import Chunks, Map, store_matrix, store_vector, tl, triton
 from .extent import chunk_count
 from .launch import Launch
+from .mixture import CHUNKS_IN_PLACE, sample_moments
 
 
 @triton.jit
@@ -91,10 +92,15 @@ def _batch_moments_kernel(
     ROWS: tl.constexpr,
     SAMPLE_ROWS: tl.constexpr,
 ):
-    """One row in each program: first those of the batch, then those of the samples."""
-    row = tl.program_id(0) % G
-    group = tl.program_id(0) // G % groups
-    which = tl.program_id(0) // G // groups
+    """One row in each program: first those of the batch, then those of the samples.
+
+    Where SAMPLE_ROWS is 0, a sample and group has one program: that is the most work there is for
+    one, and less than that of a program for every row.
+    """
+    program = tl.program_id(0)
+    row = program % G
+    group = program // G % groups
+    which = program // G // groups
     column = tl.arange(0, GP)
     if which == 0:
         mean, cov, pixels = _row(
@@ -117,8 +123,26 @@ def _batch_moments_kernel(
         tl.store(batch_mean_ptr + group * G + column, mean, mask=column == row)
         store_vector(batch_cov_ptr + (group * G + row) * G, cov, G, GP)
         tl.store(batch_cov_ptr + groups * G * G, pixels, mask=(group == 0) & (row == 0))
-    else:
-        if mean_ptr is not None:
+    elif mean_ptr is not None:
+        if SAMPLE_ROWS == 0:
+            index = (program - groups * G).to(tl.int64)
+            sample = index // groups
+            sample_mean, sample_cov = sample_moments(
+                chunk_mean_ptr,
+                chunk_cov_ptr,
+                index,
+                chunks,
+                chunk_length,
+                length,
+                extent_ptr,
+                sample,
+                width,
+                G,
+                GP,
+            )
+            store_vector(mean_ptr + index * G, sample_mean, G, GP)
+            store_matrix(cov_ptr + index * G * G, sample_cov, G, GP)
+        else:
             mean, cov, _ = _row(
                 chunk_mean_ptr,
                 chunk_cov_ptr,
@@ -143,10 +167,12 @@ def _batch_moments_kernel(
 
 def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
     """Moments over all pixels of this rank (Eq. 2 without its ε), and over those of each sample."""
-    rows = map.rows["ROWS"]
+    in_place = chunks.number <= CHUNKS_IN_PLACE.value
+    programs = map.groups if in_place else map.channels
+    rows = min(map.rows["ROWS"], triton.next_power_of_2(chunks.number))
     return Launch(
         _batch_moments_kernel,
-        map.channels * (1 + map.samples if of_samples else 1),
+        map.channels + (map.samples * programs if of_samples else 0),
         map.samples,
         map.groups,
         chunks.number,
@@ -154,6 +180,5 @@ def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
         map.length,
         map.width,
         **map.rows,
-        # A sample has few chunks where the batch has many samples.
-        SAMPLE_ROWS=min(rows, triton.next_power_of_2(chunks.number)),
+        SAMPLE_ROWS=0 if in_place else rows,
     )

@@ -16,6 +16,12 @@ from .extent import chunk_count, sample_count
 SLOTS = tl.constexpr(8)
 LAST = tl.constexpr(7)
 
+# So many chunks of a sample are put together by the programs that need their sum.
+CHUNKS_IN_PLACE = tl.constexpr(16)
+
+# Matrices that a program has on their way at a time.
+LOADS = tl.constexpr(8)
+
 
 def positions(statistics: tuple[str, ...]) -> dict[str, int]:
     """K, and the index of every statistic in the set, -1 for those that are not in it."""
@@ -76,23 +82,34 @@ def sample_moments(
 ):
     """Mean (GP,) and covariance (GP, GP) of a sample and group, from those of its chunks.
 
-    Chan's formula: the covariance within the chunks plus that of their means. The means are taken
-    relative to the first one, so that sums of their products keep their digits.
+    There are CHUNKS_IN_PLACE chunks at most. The covariance within the chunks plus that of their
+    means. The means are taken relative to the first one, so that sums of their products keep their
+    digits.
     """
     first = index * chunks
-    whole = sample_count(length, extent_ptr, sample)
-    shift = load_vector(mean_ptr + first * G, G, GP)
-    offset = tl.zeros((GP,), dtype=tl.float32)
-    for chunk in range(1, chunks):
-        share = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width) / whole
-        offset += share * (load_vector(mean_ptr + (first + chunk) * G, G, GP) - shift)
-    mean = shift + offset
-    cov = tl.zeros((GP, GP), dtype=tl.float32)
-    for chunk in range(chunks):
-        share = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width) / whole
-        apart = load_vector(mean_ptr + (first + chunk) * G, G, GP) - mean
-        within = load_matrix(cov_ptr + (first + chunk) * G * G, G, GP)
-        cov += share * (within + apart[:, None] * apart[None, :])
+    mean = load_vector(mean_ptr + first * G, G, GP)
+    cov = load_matrix(cov_ptr + first * G * G, G, GP)
+    if chunks > 1:
+        whole = sample_count(length, extent_ptr, sample)
+        i = tl.arange(0, GP)
+        chunk = tl.arange(0, CHUNKS_IN_PLACE)
+        inside = (chunk < chunks)[:, None] & (i < G)[None, :]
+        count = chunk_count(chunk, chunk_length, length, extent_ptr, sample, width)
+        share = tl.where(chunk < chunks, count / whole, 0.0)[:, None]
+        means = tl.load(
+            mean_ptr + (first + chunk)[:, None] * G + i[None, :], mask=inside, other=0.0
+        )
+        mean += tl.sum(tl.where(inside, share * (means - mean[None, :]), 0.0), axis=0)
+        apart = tl.where(inside, means - mean[None, :], 0.0)
+        cov = tl.dot(tl.trans(share * apart), apart, input_precision="ieee")
+        tile = i[:, None] * G + i[None, :]
+        in_tile = (i < G)[:, None] & (i < G)[None, :]
+        for start in range(0, chunks, LOADS):
+            for j in tl.static_range(LOADS):
+                there = start + j < chunks
+                part = chunk_count(start + j, chunk_length, length, extent_ptr, sample, width)
+                within = cov_ptr + (first + start + j) * G * G + tile
+                cov += part / whole * tl.load(within, mask=in_tile & there, other=0.0)
     return mean, cov
 
 

@@ -19,15 +19,12 @@ from .common import map_of, summing_chunks
 from .cross_moments import cross_moments, parts_of
 from .input_gradient import input_gradient
 from .launch import Launch, current_stream
-from .mixture import SLOTS
+from .mixture import CHUNKS_IN_PLACE, SLOTS
 from .moments import moments
 from .ranks_moments import ranks_moments
 from .sum_gradients import sum_gradients
 from .whiten import whiten
 from .whiten_backward import whiten_backward
-
-# So many chunks of a sample are put together where they are read: see `mixture.sample_moments`.
-CHUNKS_IN_PLACE = 16
 
 
 class Block:
@@ -86,7 +83,7 @@ class Plan:
         number, length = 1, map.length
         separate = False
         if options.of_sample or options.of_this_batch:
-            most = map.length if options.of_this_batch else CHUNKS_IN_PLACE
+            most = map.length if options.of_this_batch else CHUNKS_IN_PLACE.value
             chunks = summing_chunks(map, most)
             self._moments = moments(map, chunks)
             self._several = chunks.number > 1

@@ -14,11 +14,8 @@ from .common import (
     triton,
 )
 from .launch import Launch
-from .mixture import LAST, SLOTS, inner_products, mix, omegas, place, positions
+from .mixture import LAST, LOADS, SLOTS, inner_products, mix, omegas, place, positions
 from .newton import newton, newton_backward
-
-# Matrices that a program has on their way at a time.
-LOADS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=OF_USERS)
