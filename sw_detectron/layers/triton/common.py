@@ -103,7 +103,7 @@ class Map(NamedTuple):
     def matrix(self) -> dict[str, int]:
         """G and GP of a kernel that works on one matrix in each program, and enough warps."""
         side = self.side
-        return {"G": self.num_pergroup, "GP": side, "num_warps": {16: 2, 32: 8, 64: 8}[side]}
+        return {"G": self.num_pergroup, "GP": side, "num_warps": min(8, side // 4)}
 
     @property
     def tile(self) -> dict[str, int]:
