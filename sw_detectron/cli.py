@@ -96,6 +96,17 @@ def add_test_images_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_num_gpus_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--num-gpus`, of how many processes there are on this machine."""
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        default=1,
+        metavar="K",
+        help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
+    )
+
+
 def add_overrides_argument(parser: argparse.ArgumentParser) -> None:
     """Add `KEY VALUE ...` after the flags: `args.opts`, a list of strings."""
     parser.add_argument(

@@ -20,7 +20,6 @@ from sw_detectron.benchmark.models import MODELS, benchmark_models
 from sw_detectron.benchmark.operations import Growth, measure_growth
 from sw_detectron.benchmark.results import Result, results_table, write_results
 from sw_detectron.cli import make_parser, output_folder, positive, run, subset_of
-from sw_detectron.errors import UserError
 from sw_detectron.layers import STATISTICS
 
 EXAMPLES = """
@@ -107,10 +106,7 @@ def main(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     output = output_folder(args.output)  # before hours of work, not after
     device = arguments.find_device(args.device)
-    try:
-        results = args.run(args, device)
-    except torch.cuda.OutOfMemoryError:
-        raise UserError("the GPU's memory does not suffice; try a smaller --batch") from None
+    results = args.run(args, device)
     print(results_table(results))
     figure = growth_figure(results) if args.run is flops else ratio_figure(results)
     settings = {key: value for key, value in vars(args).items() if key != "run"}

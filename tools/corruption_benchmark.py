@@ -8,6 +8,7 @@ from detectron2.utils import comm
 
 from sw_detectron.cli import (
     add_networks_arguments,
+    add_num_gpus_argument,
     add_overrides_argument,
     add_test_images_argument,
     make_parser,
@@ -50,13 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--corruptions", metavar="NAME,…", help="some of them (default: all 15)")
     add("--severities", metavar="S,…", help="some of 1,2,3,4,5 (default: all)")
     add_test_images_argument(parser)
-    add(
-        "--num-gpus",
-        type=int,
-        default=1,
-        metavar="K",
-        help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
-    )
+    add_num_gpus_argument(parser)
     add_overrides_argument(parser)
     parser.set_defaults(num_machines=1, machine_rank=0, dist_url="auto")
     return parser

@@ -9,6 +9,12 @@ from sw_detectron.engine import launch, train_or_evaluate
 from sw_detectron.report import plot_training_curves
 from sw_detectron.tasks.detection.drawing import draw_predictions
 
+EXAMPLES = """
+examples:
+    %(prog)s
+    %(prog)s --output output/again
+"""
+
 CONFIG = "shapes_mask_rcnn_R18_FPN_SW.yaml"
 
 
@@ -29,7 +35,7 @@ def demo(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--output", default="output/demo", help="folder (default: %(default)s)")
     args = parser.parse_args()
     args.config_file, args.opts = CONFIG, ["OUTPUT_DIR", args.output]

@@ -22,7 +22,7 @@ from ..modeling.cifar_resnet import make_cifar_resnet
 from ..modeling.placement import numbered_convs
 from ..modeling.surgery import replace_norms
 from ..modeling.vgg import VGG
-from .conversion import Conversion, Images, placed_layers
+from .conversion_result import Conversion, Images, placed_layers
 from .facts import FACTS_KEY, facts_in
 from .reading import read_file, weights_in
 from .run_record import RunRecord, run_record_in

@@ -35,11 +35,6 @@ URL_TIMEOUT = 30
 # Tensors can share storage, so there may be more of them than bytes; but not without bound.
 MAX_EXPANSION = 8
 
-PLAIN_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-)
-
 TORCH_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 

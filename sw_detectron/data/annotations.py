@@ -1,7 +1,6 @@
 """Which annotations of objects can be used, and COCO's files made safe to read."""
 
 import functools
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from detectron2.structures import BoxMode
 from pycocotools.coco import COCO
 
 from ..errors import UserError
-
-logger = logging.getLogger(__name__)
 
 _FARTHEST = 1e6
 """Pixels from the image's corner; what draws polygons takes memory by their coordinates."""

@@ -15,9 +15,8 @@ from torch import nn
 
 from ..checkpoint import Checkpointer
 from ..checkpoint.reading import fetched
-from ..cli import add_config_argument, make_parser
+from ..cli import add_config_argument, add_num_gpus_argument, make_parser
 from ..config import add_sw_config, default_output_dir, find_config, flatten, keys_of_user
-from ..data.check import check_dataset  # noqa: F401  beside the checks below
 from ..data.image_folders import register_configured_images
 from ..errors import UserError, one_line
 from ..task import all_tasks, find_task
@@ -38,13 +37,7 @@ def argument_parser(description: str, examples: str) -> argparse.ArgumentParser:
         add_help=False,
         conflict_handler="resolve",  # our --config-file replaces the parent's
     )
-    parser.add_argument(
-        "--num-gpus",
-        type=int,
-        default=1,
-        metavar="K",
-        help="processes on this machine: one for each GPU; without a GPU, on the CPU's cores",
-    )
+    add_num_gpus_argument(parser)
     add_config_argument(parser)
     return parser
 

@@ -30,7 +30,7 @@ from .evaluators import build_evaluator
 from .loop import Loop, RunSettings, to_parallel
 from .optimizer import build_lr_scheduler, build_optimizer
 from .step import MixedPrecisionStep, SupervisedStep
-from .values import named_by_key
+from .values import check_batch, named_by_key
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,7 @@ class Trainer(Loop, DefaultTrainer):
 
     def __init__(self, cfg: CfgNode):
         cfg = self.auto_scale_workers(cfg, comm.get_world_size())
-        if cfg.SOLVER.IMS_PER_BATCH % comm.get_world_size():
-            raise UserError(
-                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} must be a multiple of the number "
-                f"of processes, {comm.get_world_size()}"
-            )
+        check_batch(cfg)
         self.cfg = cfg
         with named_by_key(cfg):
             model = self.build_model(cfg)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from detectron2.config import CfgNode, get_cfg
+from detectron2.utils import comm
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import add_sw_config, flatten
@@ -107,6 +108,16 @@ def check_lowest(values: Mapping[str, object], lowest: Mapping[str, float]) -> N
                 raise UserError(f"{key} {value!r} is not a number; in YAML, 1e-4 is written 1.0e-4")
             if not low <= value < math.inf:
                 raise UserError(f"{key} {value} must be {low} or more, and finite")
+
+
+def check_batch(cfg: CfgNode) -> None:
+    """Every process has as many images of a step as any other, else a `UserError` says so."""
+    images, processes = cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size()
+    if images % processes:
+        raise UserError(
+            f"SOLVER.IMS_PER_BATCH {images} must be a multiple of the number of processes, "
+            f"{processes}"
+        )
 
 
 def check_output_folder(key: str, path: str) -> None:

@@ -123,7 +123,7 @@ class _Pool:
 
 
 def _over_ranks(pools: dict[str, _Pool], layers: Layers) -> dict[str, _Pool]:
-    # Gathered rather than summed, as in layers.moments; gloo has no all_gather_into_tensor.
+    # Gathered rather than summed, as in layers.sync; gloo has no all_gather_into_tensor.
     parts = [pool.pack() for pool in pools.values()]
     packed = torch.cat(parts)
     gathered = [torch.empty_like(packed) for _ in range(comm.get_world_size())]

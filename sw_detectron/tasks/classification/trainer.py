@@ -13,7 +13,7 @@ from ...checkpoint import Checkpointer
 from ...data.sampler import ResumableTrainingSampler
 from ...engine.hooks import BestCheckpointer, ImagesPerSecond
 from ...engine.trainer import Trainer
-from ...errors import UserError
+from ...engine.values import check_batch
 from .data import (
     MAX_CORRUPT_SHARE,
     CorruptImages,
@@ -81,11 +81,7 @@ class ClassificationTrainer(Trainer):
     def build_train_loader(cls, cfg: CfgNode) -> TrainBatches:
         num_classes = cfg.MODEL.CLASSIFIER.NUM_CLASSES
         records = load_records(cfg.DATASETS.TRAIN, num_classes)
-        if cfg.SOLVER.IMS_PER_BATCH % comm.get_world_size():
-            raise UserError(
-                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} must be a multiple of the number "
-                f"of processes, {comm.get_world_size()}"
-            )
+        check_batch(cfg)
         # One more than may be unreadable: after that many the run stops.
         tries = int(MAX_CORRUPT_SHARE * len(records)) + 1
         seed = cfg.SEED if cfg.SEED >= 0 else None
