@@ -39,6 +39,7 @@ CASES = [
     *((("bw", "iw"), (1, c, 3, 5, c), torch.float32) for c in (9, 32, 33, 64)),
     *((STATISTICS, (2, 16, 5, 7, 8), dtype) for dtype in DTYPES[1:]),
     (("bw",), (5, 8, 20, 30, 8), torch.float32),
+    (("bw", "iw"), (1, 32, 30, 40, 32), torch.float32),
 ]
 
 
@@ -170,11 +171,12 @@ def wrong_newton_backward(normalized, identity, iterates, grad_p, T: tl.constexp
     return grad_p
 
 
-# Sizes of images, of which the largest is that of the map: within a chunk and over several, images
-# of one pixel and of none.
+# Sizes of images, of which the largest is that of the map: within a chunk, over several and over
+# more than one program puts together, images of one pixel and of none.
 PADDED = [
     (("bw", "iw"), torch.channels_last, [(9, 7), (4, 7), (9, 3)]),
     (STATISTICS, torch.contiguous_format, [(33, 36), (40, 10)]),
+    (("bw", "iw"), torch.channels_last, [(70, 61), (50, 70)]),
     (("iw", "ln"), torch.contiguous_format, [(6, 6), (1, 1)]),
     (("bw", "bn"), torch.channels_last, [(6, 6), (0, 3)]),
 ]

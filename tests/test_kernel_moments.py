@@ -54,14 +54,23 @@ def test_moments(shape, memory_format, dtype):
         assert_near(cov[:, :, chunk], centred @ centred.mT / part.shape[-1], "cov")
 
 
-@pytest.mark.parametrize("most_chunks", [1, 16, MANY])
-def test_moments_of_many_chunks(most_chunks):
-    # 129 chunks at most, more than are combined at a time; up to 16 by one program for a sample.
-    x = random_map((2, 8, 150, 220, 8), torch.float32, torch.channels_last, mean=2.0)
-    chunk_mean, *rest = moments(x, 8, most_chunks)
-    assert chunk_mean.shape[2] == min(most_chunks, 129)
-    mean, cov, batch_mean, batch_cov = whole(chunk_mean, *rest, 150 * 220)
-    mean64, cov64 = moments64(x, 8)
+@pytest.mark.parametrize(
+    "shape, most_chunks, number",
+    [
+        # More than are combined at a time; up to 16 by one program for a sample.
+        *(((2, 8, 150, 220, 8), most, min(most, 129)) for most in (1, 16, MANY)),
+        ((2, 48, 60, 80, 24), MANY, 10),
+        ((2, 64, 60, 60, 64), MANY, 4),
+    ],
+    ids=str,
+)
+def test_moments_of_many_chunks(shape, most_chunks, number):
+    _, _, height, width, group_size = shape
+    x = random_map(shape, torch.float32, torch.channels_last, mean=2.0)
+    chunk_mean, *rest = moments(x, group_size, most_chunks)
+    assert chunk_mean.shape[2] == number
+    mean, cov, batch_mean, batch_cov = whole(chunk_mean, *rest, height * width)
+    mean64, cov64 = moments64(x, group_size)
     batch_mean64, batch_cov64 = plain.batch_moments(mean64, cov64)
     assert_near(mean, mean64, "mean")
     assert_near(cov, cov64, "cov")

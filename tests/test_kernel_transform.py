@@ -19,12 +19,18 @@ from helpers.kernel_cases import (
     random,
     random_covariance,
 )
-from helpers.kernel_operations import sum_gradients, whiten, whiten_backward
+from helpers.kernel_operations import (
+    TransformGradients,
+    sum_gradients,
+    whiten,
+    whiten_backward,
+)
 
 from sw_detectron.layers import STATISTICS, plain
 from sw_detectron.layers.mixing import Statistics, layer_moments
 from sw_detectron.layers.options import Parameters, Running
 from sw_detectron.layers.plain.transform import whitening_transform, whitening_transform_backward
+from sw_detectron.layers.triton.mixture import SLOTS
 
 # (N, g, G): group sizes below, at and above a tile's, one sample, one group.
 pytestmark = pytest.mark.slow  # Triton's interpreter takes minutes for all of them
@@ -88,6 +94,26 @@ def test_transform(case):
 @pytest.mark.parametrize("num_iterations", [1, 2, 9])
 def test_transform_with_other_numbers_of_iterations(num_iterations):
     compare_transforms((("bw", "iw"), (1, 1, 8), True, False), num_iterations)
+
+
+def test_sums_over_many_samples():
+    # More matrices, and more samples, than are taken at a time.
+    names, (n, groups, group_size) = ("bw", "iw"), (300, 2, 8)
+    options = make_options(names, group_size)
+    parameters = make_parameters(names, groups * group_size)
+    vectors, (matrix, mixed) = random(3, n, groups, group_size), random(2, n, groups, 8, 8)
+    inner = random(n, groups, 2, SLOTS.value)
+    gradients = TransformGradients(matrix, *vectors, mixed, inner)
+    found, (batch_mean, batch_cov) = sum_gradients(gradients, parameters, options)
+    weights = [w.double().softmax(0) for w in (parameters.mean_weight, parameters.var_weight)]
+    sums = inner.double().sum((0, 1))[:, :2]
+    expected = [omega * (grad - omega @ grad) for omega, grad in zip(weights, sums)]
+    for name, actual, wanted in zip(("mean_weight", "var_weight"), found[2:], expected):
+        assert_near(actual, wanted, name, sums.abs().max())
+    for name, actual, summed in zip(("weight", "bias"), found, vectors):
+        assert_near(actual, summed.double().sum(0).flatten(), name)
+    assert_near(batch_mean, weights[0][0] * vectors[2].double().sum(0), "batch mean")
+    assert_near(batch_cov, weights[1][0] * mixed.double().sum(0), "batch cov")
 
 
 def test_transform_of_many_channels():

@@ -25,7 +25,7 @@ def disagreement(x: Tensor, options: Options, padded: bool = False) -> str | Non
     """
     try:
         with torch.no_grad(), plain.without_autocast(x):
-            return _disagreement(x, options, Extent(((16, 9), (5, 17))) if padded else None)
+            return _disagreement(x, options, Extent(((16, 9), (5, 65))) if padded else None)
     except Exception as error:  # whatever Triton, a compiler or a driver may raise
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -48,9 +48,9 @@ def _disagreement(x: Tensor, options: Options, extent: Extent | None) -> str | N
 def _compare(like: Tensor, options: Options, extent: Extent | None) -> str | None:
     options = options._replace(group=None, training=True)
     # Most maps of networks have the same strides modulo 16, so that kernels that are compiled
-    # here serve them too.
+    # here serve them too. A sample has more pixels than one chunk, for any G.
     generator = torch.Generator().manual_seed(0)
-    shape = (2, 2 * options.num_pergroup, 16, 17)
+    shape = (2, 2 * options.num_pergroup, 16, 65)
     last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
     memory_format = torch.channels_last if last else torch.contiguous_format
     x, dy = (
@@ -71,8 +71,11 @@ def _compare(like: Tensor, options: Options, extent: Extent | None) -> str | Non
         )
         y, kept, extra = backend.forward(x, parameters, running, options, extent)
         gradients = backend.backward(dy, x, parameters, list(kept), extra, options, True, extent)
-        results.append([y, *running, *gradients])
-    names = ("y", "running mean", "running covariance", "gradient of x", "gradient of γ")
+        evaluating = options._replace(training=False)
+        y_evaluated = backend.forward(x, parameters, running, evaluating, extent)[0]
+        results.append([y, y_evaluated, *running, *gradients])
+    names = ("y", "y in evaluation", "running mean", "running covariance")
+    names += ("gradient of x", "gradient of γ")
     names += ("gradient of β", "gradient of λ", "gradient of λ'")
     tolerance = max(_TOLERANCE, 2 * torch.finfo(like.dtype).eps)
     # All are compared on the device, and waited for once. An error of the importance weights'

@@ -1,4 +1,4 @@
-"""Compile every kernel that a layer starts for a GPU that is not there.
+"""Compile the kernels that layers start for a GPU that is not there.
 
 Run by itself, as Triton must not interpret kernels in the same process:
     python tests/helpers/offline_compilation.py BACKEND ARCHITECTURE WARP_SIZE
@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from sw_detectron.layers import STATISTICS, SwitchWhiten2d, set_backend
 from sw_detectron.layers.padding import image_sizes
 from sw_detectron.layers.triton import common, replaced_launches
+from sw_detectron.layers.triton.ranks_moments import ranks_moments
 
 TYPES = {
     torch.float32: "fp32",
@@ -31,14 +32,16 @@ TYPES = {
     torch.int32: "i32",
 }
 
-# Statistics, G, dtype, memory format, training, and whether images are padded.
+# Statistics, G, dtype, memory format, training, whether images are padded, and the map's sides.
 CASES = [
-    (("bw", "iw"), 16, torch.float32, torch.contiguous_format, True, False),
-    (("bw", "iw"), 16, torch.bfloat16, torch.channels_last, True, True),
-    (STATISTICS, 16, torch.float16, torch.contiguous_format, True, False),
-    (STATISTICS, 64, torch.float32, torch.channels_last, True, True),
-    (("bw",), 8, torch.float32, torch.contiguous_format, False, False),
-    (("iw", "ln"), 32, torch.bfloat16, torch.contiguous_format, False, True),
+    (("bw", "iw"), 16, torch.float32, torch.contiguous_format, True, False, 28),
+    (("bw", "iw"), 16, torch.bfloat16, torch.channels_last, True, True, 28),
+    (("bw", "iw"), 16, torch.bfloat16, torch.contiguous_format, True, True, 70),  # many chunks
+    (("bw", "iw"), 32, torch.float32, torch.contiguous_format, True, False, 28),
+    (STATISTICS, 16, torch.float16, torch.contiguous_format, True, False, 28),
+    (STATISTICS, 64, torch.float32, torch.channels_last, True, True, 28),
+    (("bw",), 8, torch.float32, torch.contiguous_format, False, False, 28),
+    (("iw", "ln"), 32, torch.bfloat16, torch.contiguous_format, False, True, 28),
 ]
 
 
@@ -105,12 +108,17 @@ def main() -> None:
             print(json.dumps(record), flush=True)
 
     set_backend("triton")
-    for statistics, group, dtype, memory_format, training, padded in CASES:
+    for statistics, group, dtype, memory_format, training, padded, side in CASES:
         layer = SwitchWhiten2d(2 * group, group, statistics, padding="ignored").train(training)
-        x = torch.zeros(3, 2 * group, 28, 28, dtype=dtype).to(memory_format=memory_format)
-        sizes = [(28, 14), (28, 28), (28, 28)] if padded else None
-        with replaced_launches(compile_once), image_sizes(sizes, (28, 28)):
+        x = torch.zeros(3, 2 * group, side, side, dtype=dtype).to(memory_format=memory_format)
+        sizes = [(side, 14), (side, side), (side, side)] if padded else None
+        with replaced_launches(compile_once), image_sizes(sizes, (side, side)):
             layer(x.requires_grad_()).backward(torch.zeros_like(x))
+    # The launch of several processes besides, as if there were four.
+    gathered, covs = torch.zeros(4, 64 * 32 + 64 + 1), torch.zeros(2, 32, 32)
+    pointers = (gathered, torch.zeros(2, 32), torch.zeros(covs.numel() + 1), covs[..., :1], covs)
+    with replaced_launches(compile_once):
+        ranks_moments(common.map_of(x, group), 4, 0.1)(None, *pointers)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def _batch_moments_kernel(
 ):
     """One row in each program: first those of the batch, then those of the samples.
 
-    Where SAMPLE_ROWS is 0, a sample and group has one program: that is the most work there is for
-    one, and less than that of a program for every row.
+    Where SAMPLE_ROWS is 0, one program does all rows of a sample and group, which has
+    CHUNKS_IN_PLACE chunks at most.
     """
     program = tl.program_id(0)
     row = program % G

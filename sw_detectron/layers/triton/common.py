@@ -107,10 +107,9 @@ class Map(NamedTuple):
 
     @property
     def tile(self) -> dict[str, int]:
-        """G and GP of a kernel that works on tiles of pixels, and the fewest warps that hold one.
-
-        What every warp does for itself, such as addresses, and the tiles of a (GP, GP) sum that
-        only some warps are needed for, are then done the fewest times.
+        """G and GP of a kernel that works on tiles of pixels, and as few warps as have the
+        registers for one: what every warp does for itself, such as addresses, is then done the
+        fewest times.
         """
         side = self.side
         return {"G": self.num_pergroup, "GP": side, "num_warps": {16: 1, 32: 2, 64: 8}[side]}
@@ -140,8 +139,9 @@ class Chunks(NamedTuple):
 def mapping_chunks(map: Map) -> Chunks:
     """For a kernel that maps pixels to pixels by a matrix that every program makes for itself.
 
-    Making it costs a program as much as some ten tiles: a chunk has 16 GP pixels at least. Of
-    longer ones there are enough that the first tiles of some programs are read while others make
+    Making it costs a program as much as some ten tiles. Small maps have chunks of 16 GP pixels
+    nevertheless, as longer ones would leave parts of the GPU without work. Large maps have longer
+    ones, and twice as many programs as run at a time, so that some read pixels while others make
     their matrices.
     """
     return _chunks(map, map.samples, 16 * map.side, 2 * PROGRAMS)

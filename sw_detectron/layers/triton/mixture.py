@@ -16,7 +16,7 @@ from .extent import chunk_count, sample_count
 SLOTS = tl.constexpr(8)
 LAST = tl.constexpr(7)
 
-# So many chunks of a sample are put together by the programs that need their sum.
+# The moments of so many chunks of a sample are put together by one program.
 CHUNKS_IN_PLACE = tl.constexpr(16)
 
 # Matrices that a program has on their way at a time.

@@ -20,7 +20,8 @@ def product(left, right, total=None):
     if K <= 32:
         return tl.dot(left, right, total, input_precision="ieee")
     else:
-        # Factors of 64 columns do not fit the registers: 16 at a time, and none before its turn.
+        # Factors of 64 columns do not fit the registers: 16 at a time. No thread waits for another
+        # here; the barriers keep the compiler from reading a part before its turn.
         a, b, c, d = _halves(left, right, K)
         a0, b0, a1, b1 = _halves(a, b, K // 2)
         c0, d0, c1, d1 = _halves(c, d, K // 2)

@@ -20,7 +20,7 @@ from .common import (
     triton,
 )
 from .launch import Launch
-from .mixture import layer_moments, mix, omegas, positions, sample_moments
+from .mixture import CHUNKS_IN_PLACE, layer_moments, mix, omegas, positions, sample_moments
 from .newton import newton
 from .running import all_finite, move_matrix, move_vector
 
@@ -190,7 +190,12 @@ def whiten(map: Map, moment_chunks: int, moment_length: int, options: Options) -
     Args:
         moment_chunks: of a sample, whose moments are given.
         moment_length: pixels of those chunks.
+
+    Raises:
+        ValueError: there are more than CHUNKS_IN_PLACE chunks.
     """
+    if moment_chunks > CHUNKS_IN_PLACE.value:
+        raise ValueError(f"{moment_chunks} chunks are more than a program puts together")
     chunks = mapping_chunks(map)
     return Launch(
         _whiten_kernel,
