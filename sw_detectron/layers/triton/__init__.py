@@ -123,7 +123,10 @@ def backward(
             return backward(dy, x, parameters, kept, plan, options, needs_dx, extent)
     sides = None if extent is None else extent.on(x.device)
     dx, *grads = plan.backward(dy, x, parameters, kept, needs_dx, sides)
-    return dx, *(None if g is None else g.to(p.dtype) for g, p in zip(grads, parameters))
+    # Nearly always float32 already, and a call that does nothing costs more than to look.
+    return dx, *(
+        g if g is None or g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(grads, parameters)
+    )
 
 
 def needs_no_check() -> bool:
