@@ -17,7 +17,7 @@ from sw_detectron.layers import STATISTICS, backend, set_backend, triton
 from sw_detectron.layers.check import disagreement
 from sw_detectron.layers.padding import image_sizes
 from sw_detectron.layers.triton import plan
-from sw_detectron.layers.triton.common import tl
+from sw_detectron.layers.triton.common import map_of, tl
 from sw_detectron.layers.triton.common import triton as compiler
 
 
@@ -234,6 +234,12 @@ def test_a_compiled_kernel_gets_its_arguments_in_its_own_order(monkeypatch):
     assert given == []  # compiled by Triton, which knows the names
     launch(None, "x")
     assert given[-5:] == ["x", 10, 0.5, 16, 64]
+
+
+def test_a_program_puts_no_more_chunks_together_than_it_can():
+    map = map_of(torch.zeros(1, 8, 70, 70), 8)
+    with pytest.raises(ValueError, match="17 chunks are more"):
+        plan.whiten(map, 17, 300, make_options(("iw",), 8))
 
 
 def break_a_kernel(monkeypatch):

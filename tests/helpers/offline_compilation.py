@@ -97,12 +97,12 @@ def main() -> None:
     def compile_once(launch, pointers):
         kernel = source(launch, pointers)
         options = launch.options(pointers)
-        warps = {name: options[name] for name in ("num_warps", "num_stages")}
+        how = {name: options[name] for name in ("num_warps", "num_stages")}
         if kernel.hash() not in done:
             done.add(kernel.hash())
-            compiled = compile_kernel(kernel, target=target, options=warps)
+            compiled = compile_kernel(kernel, target=target, options=how)
             record = {"kernel": launch.kernel.__name__, "G": group, "dtype": str(dtype)}
-            record |= {"programs": launch.programs, "warps": warps["num_warps"]}
+            record |= {"programs": launch.programs, "warps": how["num_warps"]}
             if backend == "cuda":
                 record |= {"shared": compiled.metadata.shared} | resources(compiled.asm["cubin"])
             print(json.dumps(record), flush=True)
@@ -114,11 +114,9 @@ def main() -> None:
         sizes = [(side, 14), (side, side), (side, side)] if padded else None
         with replaced_launches(compile_once), image_sizes(sizes, (side, side)):
             layer(x.requires_grad_()).backward(torch.zeros_like(x))
-    # The launch of several processes besides, as if there were four.
-    gathered, covs = torch.zeros(4, 64 * 32 + 64 + 1), torch.zeros(2, 32, 32)
-    pointers = (gathered, torch.zeros(2, 32), torch.zeros(covs.numel() + 1), covs[..., :1], covs)
-    with replaced_launches(compile_once):
-        ranks_moments(common.map_of(x, group), 4, 0.1)(None, *pointers)
+        # The launch of several processes besides, as if there were four.
+        with replaced_launches(compile_once):
+            ranks_moments(common.map_of(x, group), 4, 0.1)(None, *[torch.zeros(1)] * 5)
 
 
 if __name__ == "__main__":

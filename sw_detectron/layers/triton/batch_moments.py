@@ -51,8 +51,8 @@ def _row(
     pixels = (number * 1.0) * length
     if extent_ptr is not None:
         pixels = tl.sum(counted, axis=0)
-    share = 1.0 / tl.maximum(pixels, 1.0)
-    center = shift + tl.sum(total, axis=0) * share
+    divisor = tl.maximum(pixels, 1.0)
+    center = shift + tl.sum(total, axis=0) / divisor
 
     scatter = tl.zeros((ROWS, GP), dtype=tl.float32)
     for start in range(0, parts, ROWS):
@@ -69,7 +69,7 @@ def _row(
         offset = tl.where(inside, mean - center[None, :], 0.0)
         row_offset = tl.sum(tl.where((column == row)[None, :], offset, 0.0), axis=1)
         scatter += tl.where(inside, count[:, None] * (cov + row_offset[:, None] * offset), 0.0)
-    return center, tl.sum(scatter, axis=0) * share, pixels
+    return center, tl.sum(scatter, axis=0) / divisor, pixels
 
 
 @triton.jit(do_not_specialize=["samples", "groups", "chunks", "chunk_length", "length"])
@@ -90,25 +90,46 @@ def _batch_moments_kernel(
     G: tl.constexpr,
     GP: tl.constexpr,
     ROWS: tl.constexpr,
-    SAMPLE_ROWS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
     """One row in each program: first those of the batch, then those of the samples.
 
-    Where SAMPLE_ROWS is 0, one program does all rows of a sample and group, which has
-    CHUNKS_IN_PLACE chunks at most.
+    IN_PLACE: a sample and group has one program for all rows, as its chunks are few.
     """
     program = tl.program_id(0)
     row = program % G
     group = program // G % groups
     which = program // G // groups
-    column = tl.arange(0, GP)
-    if which == 0:
+    if (which > 0) & IN_PLACE:
+        if mean_ptr is not None:
+            index = (program - groups * G).to(tl.int64)
+            sample_mean, sample_cov = sample_moments(
+                chunk_mean_ptr,
+                chunk_cov_ptr,
+                index,
+                chunks,
+                chunk_length,
+                length,
+                extent_ptr,
+                index // groups,
+                width,
+                G,
+                GP,
+            )
+            store_vector(mean_ptr + index * G, sample_mean, G, GP)
+            store_matrix(cov_ptr + index * G * G, sample_cov, G, GP)
+    else:
+        first = 0
+        number = samples
+        if which > 0:
+            first = which - 1
+            number = 1
         mean, cov, pixels = _row(
             chunk_mean_ptr,
             chunk_cov_ptr,
             extent_ptr,
-            0,
-            samples,
+            first,
+            number,
             group,
             row,
             groups,
@@ -120,56 +141,21 @@ def _batch_moments_kernel(
             GP,
             ROWS,
         )
-        tl.store(batch_mean_ptr + group * G + column, mean, mask=column == row)
-        store_vector(batch_cov_ptr + (group * G + row) * G, cov, G, GP)
-        tl.store(batch_cov_ptr + groups * G * G, pixels, mask=(group == 0) & (row == 0))
-    elif mean_ptr is not None:
-        if SAMPLE_ROWS == 0:
-            index = (program - groups * G).to(tl.int64)
-            sample = index // groups
-            sample_mean, sample_cov = sample_moments(
-                chunk_mean_ptr,
-                chunk_cov_ptr,
-                index,
-                chunks,
-                chunk_length,
-                length,
-                extent_ptr,
-                sample,
-                width,
-                G,
-                GP,
-            )
-            store_vector(mean_ptr + index * G, sample_mean, G, GP)
-            store_matrix(cov_ptr + index * G * G, sample_cov, G, GP)
-        else:
-            mean, cov, _ = _row(
-                chunk_mean_ptr,
-                chunk_cov_ptr,
-                extent_ptr,
-                which - 1,
-                1,
-                group,
-                row,
-                groups,
-                chunks,
-                chunk_length,
-                length,
-                width,
-                G,
-                GP,
-                SAMPLE_ROWS,
-            )
-            index = ((which - 1) * groups + group).to(tl.int64)
-            tl.store(mean_ptr + index * G + column, mean, mask=column == row)
-            store_vector(cov_ptr + (index * G + row) * G, cov, G, GP)
+        column = tl.arange(0, GP)
+        if which == 0:
+            tl.store(batch_mean_ptr + group * G + column, mean, mask=column == row)
+            store_vector(batch_cov_ptr + (group * G + row) * G, cov, G, GP)
+            tl.store(batch_cov_ptr + groups * G * G, pixels, mask=(group == 0) & (row == 0))
+        elif mean_ptr is not None:
+            place = (first * groups + group).to(tl.int64)
+            tl.store(mean_ptr + place * G + column, mean, mask=column == row)
+            store_vector(cov_ptr + (place * G + row) * G, cov, G, GP)
 
 
 def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
     """Moments over all pixels of this rank (Eq. 2 without its ε), and over those of each sample."""
     in_place = chunks.number <= CHUNKS_IN_PLACE.value
     programs = map.groups if in_place else map.channels
-    rows = min(map.rows["ROWS"], triton.next_power_of_2(chunks.number))
     return Launch(
         _batch_moments_kernel,
         map.channels + (map.samples * programs if of_samples else 0),
@@ -180,5 +166,5 @@ def batch_moments(map: Map, chunks: Chunks, of_samples: bool) -> Launch:
         map.length,
         map.width,
         **map.rows,
-        SAMPLE_ROWS=0 if in_place else rows,
+        IN_PLACE=in_place,
     )

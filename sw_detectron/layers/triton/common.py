@@ -226,10 +226,10 @@ def multiply(matrix, values, total):
 
 
 @triton.jit
-def load_vector(pointer, G: tl.constexpr, GP: tl.constexpr):
-    """A (G,) vector as float32, padded with zeros to (GP,)."""
+def load_vector(pointer, G: tl.constexpr, GP: tl.constexpr, there=True):
+    """A (G,) vector as float32, padded with zeros to (GP,); all zeros if it is not there."""
     i = tl.arange(0, GP)
-    return tl.load(pointer + i, mask=i < G, other=0.0).to(tl.float32)
+    return tl.load(pointer + i, mask=(i < G) & there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -239,10 +239,10 @@ def store_vector(pointer, vector, G: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(pointer, G: tl.constexpr, GP: tl.constexpr):
-    """A (G, G) matrix as float32, padded with zeros to (GP, GP)."""
+def load_matrix(pointer, G: tl.constexpr, GP: tl.constexpr, there=True):
+    """A (G, G) matrix as float32, padded with zeros to (GP, GP); all zeros if it is not there."""
     i = tl.arange(0, GP)
-    inside = (i < G)[:, None] & (i < G)[None, :]
+    inside = (i < G)[:, None] & (i < G)[None, :] & there
     offsets = i[:, None] * G + i[None, :]
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 

@@ -102,14 +102,12 @@ def sample_moments(
         mean += tl.sum(tl.where(inside, share * (means - mean[None, :]), 0.0), axis=0)
         apart = tl.where(inside, means - mean[None, :], 0.0)
         cov = tl.dot(tl.trans(share * apart), apart, input_precision="ieee")
-        tile = i[:, None] * G + i[None, :]
-        in_tile = (i < G)[:, None] & (i < G)[None, :]
         for start in range(0, chunks, LOADS):
             for j in tl.static_range(LOADS):
                 there = start + j < chunks
                 part = chunk_count(start + j, chunk_length, length, extent_ptr, sample, width)
-                within = cov_ptr + (first + start + j) * G * G + tile
-                cov += part / whole * tl.load(within, mask=in_tile & there, other=0.0)
+                within = load_matrix(cov_ptr + (first + start + j) * G * G, G, GP, there)
+                cov += part / whole * within
     return mean, cov
 
 

@@ -12,7 +12,7 @@ def _halves(left, right, K: tl.constexpr):
 
 
 @triton.jit
-def product(left, right, total=None):
+def _product(left, right, total=None):
     """left @ right, and + total, of small matrices in true float32."""
     K: tl.constexpr = left.shape[1]
     if total is None:
@@ -53,12 +53,12 @@ def newton(normalized, identity, iterates, T: tl.constexpr, SIZE: tl.constexpr):
     y = normalized
     p = step
     for k in range(T - 1):
-        y = product(y, step)
+        y = _product(y, step)
         if iterates is not None:
             tl.store(iterates + 2 * k * SIZE, y)
             tl.store(iterates + (2 * k + 1) * SIZE, p)
-        step = 1.5 * identity - 0.5 * product(p, y)
-        p = product(step, p)
+        step = 1.5 * identity - 0.5 * _product(p, y)
+        p = _product(step, p)
     return p
 
 
@@ -72,11 +72,11 @@ def newton_backward(normalized, identity, iterates, grad_p, T: tl.constexpr, SIZ
     for k in range(T - 1):
         y = tl.load(iterates + 2 * (T - 2 - k) * SIZE)
         p = tl.load(iterates + (2 * (T - 2 - k) + 1) * SIZE)
-        half = -0.5 * product(grad_p, p, product(y, grad_y))
-        step = 1.5 * identity - 0.5 * product(p, y)
-        grad_p = product(half, y, product(step, grad_p))
-        grad_y = product(p, half, product(grad_y, step))
+        half = -0.5 * _product(grad_p, p, _product(y, grad_y))
+        step = 1.5 * identity - 0.5 * _product(p, y)
+        grad_p = _product(half, y, _product(step, grad_p))
+        grad_y = _product(p, half, _product(grad_y, step))
     # P_1 = M_0 = (3 I - S) / 2 and Y_1 = S M_0.
-    grad_step = product(normalized, grad_y, grad_p)
+    grad_step = _product(normalized, grad_y, grad_p)
     step = 1.5 * identity - 0.5 * normalized
-    return product(grad_y, step, -0.5 * grad_step)
+    return _product(grad_y, step, -0.5 * grad_step)

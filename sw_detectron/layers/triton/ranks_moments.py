@@ -1,6 +1,6 @@
 """The launch that synchronized training needs besides: moments of all ranks' batches."""
 
-from .common import OF_USERS, Map, load_matrix, load_vector, store_vector, tl, triton
+from .common import OF_USERS, Map, load_matrix, load_vector, store_matrix, store_vector, tl, triton
 from .launch import Launch
 from .running import all_finite, move_matrix, move_vector
 
@@ -43,10 +43,7 @@ def _ranks_moments_kernel(
         finite = finite & all_finite(covs, channels, G)
 
     store_vector(mean_ptr + group * G, mean, G, GP)
-    i = tl.arange(0, GP)
-    inside = (i < G)[:, None] & (i < G)[None, :]
-    place = group * G * G + i[:, None] * G + i[None, :]
-    tl.store(cov_ptr + place, cov, mask=inside)
+    store_matrix(cov_ptr + group * G * G, cov, G, GP)
     tl.store(cov_ptr + channels * G, total, mask=group == 0)
     move_vector(running_mean_ptr + group * G, mean, momentum, finite, G, GP)
     move_matrix(running_cov_ptr + group * G * G, cov, momentum, finite, G, GP)

@@ -58,14 +58,12 @@ def _whiten_backward_kernel(
     grad_root = tl.zeros((GP, GP), dtype=tl.float32)
     total = tl.zeros((GP,), dtype=tl.float32)
     i = tl.arange(0, GP)
-    tile = i[:, None] * G + i[None, :]
-    in_tile = (i < G)[:, None] & (i < G)[None, :]
     for first in range(0, parts, LOADS):
         for j in tl.static_range(LOADS):
             part = index * parts + first + j
             there = first + j < parts
-            grad_root += tl.load(product_ptr + part * G * G + tile, mask=in_tile & there, other=0.0)
-            total += tl.load(total_ptr + part * G + i, mask=(i < G) & there, other=0.0)
+            grad_root += load_matrix(product_ptr + part * G * G, G, GP, there)
+            total += load_vector(total_ptr + part * G, G, GP, there)
 
     mean = None
     cov = None
