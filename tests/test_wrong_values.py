@@ -106,6 +106,13 @@ def test_all_keys_that_may_be_meant_are_named():
         raise KeyError("'XN' is not known")
 
 
+@pytest.mark.parametrize("folder", ["a", "norm"])
+def test_the_folder_of_a_run_is_not_blamed_for_being_a_word(folder):
+    cfg = load_config(SHAPES, ["OUTPUT_DIR", folder, "MODEL.SW.NUM_PERGROUP", "7"])
+    with pytest.raises(UserError, match="^the norm of a layer does not fit$"), named_by_key(cfg):
+        raise UserError("the norm of a layer does not fit")
+
+
 def test_the_values_of_all_configs_are_in_their_ranges():
     cfg = load_config(SHAPES, [])
     check_values(cfg, training=True)

@@ -173,6 +173,8 @@ def _keys_in(text: str, cfg: CfgNode | DictConfig) -> list[str]:
     else:
         defaults, values = {}, flatten(OmegaConf.to_container(cfg, resolve=False))
     chosen = {key: value for key, value in values.items() if defaults.get(key, ...) != value}
+    # Nothing is built by the folder of the run, whose name may be a word of any sentence.
+    chosen = {k: v for k, v in chosen.items() if not k.lower().endswith("output_dir")}
     for word in re.findall(r"[^\s'\"`;:()\[\]{}=,]+", text):
         if keys := [key for key, value in chosen.items() if _is_said(value, word.rstrip("."))]:
             return keys[:3]
